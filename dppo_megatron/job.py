@@ -44,7 +44,7 @@ from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
-from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_own
+from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_own, try_prompts
 from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
@@ -173,6 +173,9 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits, is_over=is_over)
         lines += said
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
+    if train_sets:
+        offered, size = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
+        try_prompts(config.pruning.prompt, features_of([one.columns for one in train_sets.values()]), offered, size)
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -274,7 +277,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     minibatch = selection.planned_prompts // config.objective.updates_per_step * size
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
-    try_own(config.pruning, size)
+    try_own(config.pruning, minibatch // size, size)
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dppo_megatron.algorithms.advantages import denominators, make_advantages
 from dppo_megatron.algorithms.correction import Mismatch, importance_factor, left_over
 from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, make_objective
 from dppo_megatron.algorithms.policy_losses import clip
-from dppo_megatron.algorithms.tokens import TokenBatch, TokenLoss, sequence_sums
+from dppo_megatron.algorithms.tokens import PolicyLoss, TokenBatch, TokenLoss, sequence_sums
 from dppo_megatron.config.objective import CorrectionConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import check_settings, prepare_job
@@ -399,6 +400,28 @@ def _named_as_ours(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss, {"entropy": batch.entropy.detach()})
 
 
+def _clips_gradients(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    logprobs = batch.logprobs.clone()
+    logprobs.register_hook(lambda gradient: gradient.clamp(-50, 50))
+    return clip(replace(batch, logprobs=logprobs), config)
+
+
+def _of_the_largest(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    """Linear in a weight that all tokens share, and not in those of `objective.token_values`."""
+    logprobs = batch.logprobs.clone()
+    logprobs.register_hook(lambda gradient: gradient * (gradient.abs() >= 0.5 * _sequence_max(gradient.abs(), batch)))
+    return clip(replace(batch, logprobs=logprobs), config)
+
+
+def _of_the_token_before(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    """Of another sequence where the prompt has one token."""
+    return TokenLoss(clip(batch, config).loss + 0.01 * torch.roll(batch.logprobs, 1) * batch.advantages)
+
+
+def _sequence_max(values: Tensor, batch: TokenBatch) -> Tensor:
+    return torch.zeros_like(values).scatter_reduce(0, batch.sequence, values, "amax")[batch.sequence]
+
+
 def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss + 0.1 * (batch.logprobs - batch.old_logprobs).square())
 
@@ -411,6 +434,9 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_detached, "does not depend on batch.logprobs"),
         (_raises, "raised AttributeError on a small made-up batch"),
         (_named_as_ours, "train/entropy is the trainer's"),
+        (_clips_gradients, "its gradient is not in proportion to the weights"),
+        (_of_the_token_before, "changes with what else is in the micro-batch"),
+        (_of_the_largest, "its gradient is not in proportion to the weights"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
     ],
 )
@@ -418,6 +444,26 @@ def test_a_wrong_loss_of_ones_own_is_said_at_once(function: object, message: str
     """Each mistake has its own message."""
     with pytest.raises(UserError, match=message):
         check_policy_loss(function, ObjectiveConfig(function="mine:loss"))  # type: ignore[arg-type]
+
+
+def _where(trains: Callable[[TokenBatch], Tensor]) -> PolicyLoss:
+    """Trains these tokens alone."""
+    return lambda batch, config: TokenLoss(-batch.logprobs * batch.advantages * trains(batch))
+
+
+@pytest.mark.parametrize(
+    "trains",
+    [
+        lambda batch: batch.advantages > 1,
+        lambda batch: batch.entropy.detach() > 1.2,
+        lambda batch: batch.logprobs.detach() < -2.5,
+        lambda batch: batch.old_logprobs < -2.3,
+        lambda batch: (batch.logprobs.detach() - batch.old_logprobs).abs() > 0.3,
+    ],
+)
+def test_a_loss_that_trains_few_tokens_passes(trains: Callable[[TokenBatch], Tensor]) -> None:
+    """The best answers alone, uncertain or rare tokens, those whose ratio has moved."""
+    check_policy_loss(_where(trains), ObjectiveConfig(function="mine:loss"))
 
 
 def test_a_right_loss_of_ones_own_passes() -> None:

@@ -124,6 +124,13 @@ def test_the_example() -> None:
         assert found is not None and found.tolist() == [advantage] * 7 + [less] * 2
 
 
+def test_ones_that_are_rounded_up_are_ones() -> None:
+    """0.56 + 0.34 + 0.1 is 1 and 2e-16, and float32's 1 may be 1.0000001."""
+    for one in (0.56 + 0.34 + 0.1, float(np.nextafter(np.float32(1), np.float32(2)))):
+        own = OwnTokens(_values(probabilities=lambda n, one=one: np.full(n, one)), "mine", 0, False)
+        assert one > 1 and own.columns(_group(), 0, 1.0)["probabilities"].tolist() == [1.0] * _length(_group(), 0)
+
+
 def _drawing() -> TokenFunction:
     rng = np.random.default_rng(0)
     return lambda group, place, advantage: TokenValues(weights=rng.random(_length(group, place)))
@@ -158,7 +165,11 @@ WRONG: dict[str, tuple[TokenFunction, str]] = {
         _values(weights=lambda n: np.where(np.arange(n) == 2, np.nan, 1.0)),
         r"gave token 2 weights of nan; expected \[-1e\+09, 1e\+09\]",
     ),
-    "never": (_values(probabilities=np.zeros), r"gave token 0 probabilities of 0.0; expected \[1e-09, 1\]"),
+    "never": (_values(probabilities=np.zeros), r"gave token 0 probabilities of 0.0; expected \[0.001, 1\]"),
+    "hardly ever": (
+        _values(probabilities=lambda n: np.full(n, 1e-6)),
+        r"gave token 0 probabilities of 1e-06; expected",
+    ),
     "raises": (lambda group, *_: TokenValues(group.tokens), "of prompt 3: AttributeError: 'Group' object has no"),
     "at 0": (_values(advantages=np.ones), "where the completion's is 0, .* set objective.zero_advantage_slope"),
     "draws": (_drawing(), "answers differently when asked again; return probabilities"),

@@ -33,6 +33,8 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
     ((1500, 20, 500), 0.3, 0.1, 0),
     ((), 1.0, 0.1, 4),  # what a rank without samples runs
 )
+_WEIGHTS = (1024.0, 2.0**-20, -1.0)
+"""Powers of two scale float32 without rounding; weights over divisors lie between, negative ones are a user's own."""
 _OWN_FIGURES = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
 """What a loss's diagnostics may not be called."""
 
@@ -138,19 +140,23 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
     A sequence's weight undoes pruning only if its loss is a function of that sequence. One that looks across the pack
     (advantages centred by its mean) depends on which others were kept and how they were packed. So each sequence is
     tried alone and among others: same values, same gradient, none to the others. Within a sequence tokens may be
-    mixed, as GSPO does. What the packs do not show is not found: a loss that changes at three thousand tokens, say.
+    mixed, as GSPO does. A hook or a backward pass that clips or normalizes gradients sees the weight in them and undoes
+    it, so the gradient must be linear in the weights. What the packs do not show is not found: a loss that changes at
+    three thousand tokens or after two thousand calls, say.
 
     Raises:
         UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
             finite, changes its arguments, answers differently when asked again, looks at other sequences or at padding,
-            or moves completions with advantage 0 while the settings say that it does not.
+            has a gradient out of proportion to weights, or moves completions with advantage 0 while the settings say
+            that it does not.
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     first = trial.answer(_made_up(0))
-    if not bool((first[1:] != 0).any()):
+    if not any(bool((trial.answer(_made_up(number))[1:] != 0).any()) for number in range(len(_TRIAL_PACKS))):
         trial.refuse("its loss does not depend on batch.logprobs, so nothing would be learned; do not detach it")
     for number, (*_, padding) in enumerate(_TRIAL_PACKS):
         trial.check_local(_made_up(number), padding)
+        trial.check_linear(_made_up(number), padding)
         zero = trial.answer([one.index_fill(0, torch.tensor(5), 0.0) for one in _made_up(number)], padding)
         if config.zero_advantage_slope == 0 and bool((zero[1:] != 0).any()):
             trial.refuse(
@@ -191,6 +197,26 @@ class _Trial:
                     " objective.normalization"
                 )
 
+    def check_linear(self, sequences: list[Tensor], padding: int) -> None:
+        """The gradient under other weights is so many times as large, and the sum of those of every other token."""
+
+        def gradient(factor: float, part: slice = slice(None)) -> Tensor:
+            weighted = [one.clone() for one in sequences]
+            for one, before in zip(weighted, sequences, strict=True):
+                one[7] = 0.0
+                one[7, part] = factor * before[7, part]
+            return self.answer(weighted, padding)[1:] / factor
+
+        whole, halves = gradient(1.0), gradient(1.0, slice(0, None, 2)) + gradient(1.0, slice(1, None, 2))
+        most = _TOLERANCE * whole.abs().amax(dim=1, keepdim=True)
+        if not all(bool(((one - whole).abs() <= most).all()) for one in (halves, *map(gradient, _WEIGHTS))):
+            self.refuse(
+                "its gradient is not in proportion to the weights, which multiply the loss (a hook or a backward pass"
+                " that clips or normalizes gradients?): no weight could keep the update unbiased, and the number of"
+                " micro-batches would change it. Bound the ratio or the loss instead; whole updates are clipped by"
+                " actor.optimizer.max_grad_norm"
+            )
+
     def answer(self, sequences: list[Tensor], padding: int = 0) -> Tensor:
         """[3, T] loss, and the gradient of its sum by factors in log-probability and entropy; 0 where the mask is."""
         parts = [*(pad(one, (0, padding)) for one in sequences), torch.zeros(8, padding)]
@@ -224,11 +250,12 @@ def _made_up(number: int) -> list[Tensor]:
     lengths, scale, spread, _ = _TRIAL_PACKS[number]
     made = []
     for place, length in enumerate(lengths):
-        mask = (torch.arange(length) >= 1 + place % 2).float()  # one or two tokens of the prompt
+        mask = (torch.arange(length) >= place % 3).float()  # a prompt of one token has no position of its own
         uniform, noise = torch.rand(3, length, generator=generator), torch.randn(3, length, generator=generator)
-        logprobs = -0.05 - 2.0 * uniform[0]
+        rare = (torch.arange(length) == length - 1).float()  # what only rare or uncertain tokens train must show too
+        logprobs, entropy = -0.05 - 2.0 * uniform[0] - 6.0 * rare, 0.1 + uniform[1] + 3.0 * rare
         advantages = torch.full((length,), (1 - place % 2 * 2) * scale * (0.5 + place % 5 / 4))
         others = logprobs - spread * noise
-        columns = [logprobs, 0.1 + uniform[1], *others, advantages, torch.ones(length), 0.5 + uniform[2]]
+        columns = [logprobs, entropy, *others, advantages, torch.ones(length), 0.5 + uniform[2]]
         made.append(torch.stack(columns) * mask)
     return made

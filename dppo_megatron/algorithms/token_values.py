@@ -34,7 +34,8 @@ class TokenValues:
 TokenFunction: TypeAlias = Callable[[Group, int, float], TokenValues]
 """Of a group, the place of a completion in it, and its advantage; of nothing else."""
 
-_RANGES = {"advantages": (-1e9, 1e9), "weights": (-1e9, 1e9), "probabilities": (1e-9, 1.0)}
+_RANGES = {"advantages": (-1e9, 1e9), "weights": (-1e9, 1e9), "probabilities": (1e-3, 1.0)}
+"""Of a token with less than 1e-3 a run draws hardly any, each with a weight above 1,000: `unbiased` in word only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class OwnTokens:
         if not found or {"weights", "probabilities"} <= found.keys():
             raise UserError(f"{what} returned {names}; expected advantages, weights or probabilities, not the last two")
         for name, values in found.items():
+            if name == "probabilities":  # float32's 1 may be a little more
+                values = found[name] = np.where((values > 1.0) & (values <= 1.0 + 1e-6), 1.0, values)
             if values.shape != (count,):
                 raise UserError(f"{what} returned {name} {list(values.shape)}; expected [{count}], a number a token")
             low, high = _RANGES[name]

@@ -24,6 +24,7 @@ from dppo_megatron.types import UserError
 _NUMPY = [
     np.ndarray,
     np.dtype,
+    bytes,  # what an array without elements is made of
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np._core.multiarray.scalar,  # type: ignore[attr-defined]
     *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdU"),

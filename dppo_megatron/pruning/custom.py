@@ -3,8 +3,8 @@
 It has one method, `choose`, and the type of what it returns says how much is known about the choice:
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself; unbiased, until what it keeps refutes its probabilities
-                    (`monitors.py`), from then on biased
+    a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
+                    unbiased, until what it keeps refutes its probabilities (`monitors.py`), from then on biased
     a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others in a third of the cases.
@@ -28,7 +28,8 @@ in, nor parts of a built-in method be replaced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
@@ -46,7 +47,11 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, PromptFe
 
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
-_SMALLEST = float(np.finfo(np.float64).tiny)
+_LEAST_KEPT = 1e-9
+"""Of a kept row, with gradient or without: a weight above 1e38 is infinite where losses are float32, and 0 times it is
+no number."""
+_ROUNDING = 1e-6
+"""Of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """numpy's types of numbers that a checkpoint keeps, by their letters."""
@@ -139,8 +144,44 @@ class _Plugged(Policy):
             if isinstance(error, TypeError) and "__init__()" in str(error):
                 raise UserError(f"{said}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
             raise UserError(said) from error
+        if not isinstance(self.own, self.own_class):
+            raise UserError(f"{what}: cannot be made: its __new__ returns a {type(self.own).__name__}")
         _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
         self.own_state()
+
+    @contextmanager
+    def _asking(self, function: str, rows: int, step: int) -> Iterator[None]:
+        """A mistake in the user's code ends the run as one in a setting does, which it is."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            where = f"pruning.{self._level}.method = '{self.config.method}'"
+            asked = f"{where}: {function}, given {rows} rows in step {step}"
+            raise UserError(f"{asked}: {type(error).__name__}: {error}") from error
+
+    def _ask(self, given: Any, count: int, step: int, minibatch: int) -> Choice:
+        with self._asking("choose", count, step):
+            return _checked(self.own.choose(given, step=step, minibatch=minibatch), count, self.config.method)
+
+    def _check_support(self, draw: Draw, live: BoolArray) -> None:
+        """Raise `UserError` for a design that contradicts itself, or that keeps a row with gradient so rarely that no
+        run would show whether it ever does."""
+        pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
+        for wrong, said in (
+            (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),
+            (~draw.kept & (pi == 1), "left out a row of probability {:g}"),
+            (
+                live & (pi < least * (1.0 - _ROUNDING)),
+                f"gives probability {{:g}} to a row that can carry gradient, and pruning.{self._level}"
+                f".min_inclusion_prob = {least:g}: raise the one or lower the other",
+            ),
+        ):
+            if wrong.any():
+                row = int(np.flatnonzero(wrong)[0])
+                why = f"{said.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
+                raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
     def feedback(self, cost: StepCost) -> list[str]:
         said = self.own.feedback(cost)
@@ -173,9 +214,9 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         self._make_own(seed, history=self.history, features=self.features, **sizes)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = _checked(self.own.choose(ids.copy(), step=step, minibatch=minibatch), len(ids), self.config.method)
+        choice = self._ask(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
-            _check_support(choice, np.ones(len(ids), dtype=np.bool_), self.config.method)
+            self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice)
         if choice.dtype == np.bool_:
             self.kind = "a pick"
@@ -185,7 +226,8 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
+        with self._asking("learn", len(visits.ids), step):
+            self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
 class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
@@ -210,7 +252,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         choice = self._chosen(batch, *counters)
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
-            _check_support(choice, live, config.method)
+            self._check_support(choice, live)
             drawn = choice
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
@@ -224,8 +266,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        copied = batch.take(np.arange(len(batch)))
-        choice = _checked(self.own.choose(copied, step=step, minibatch=minibatch), len(batch), self.config.method)
+        choice = self._ask(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
         if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
@@ -242,7 +283,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
-        least = _SMALLEST if isinstance(choice, Draw) else config.min_inclusion_prob  # a design's own may be any
+        least = _LEAST_KEPT if isinstance(choice, Draw) else config.min_inclusion_prob
         return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
 
 
@@ -258,6 +299,8 @@ def _checked(choice: Any, count: int, method: str) -> Choice:
     if choice.dtype == np.bool_:
         return np.array(choice, dtype=np.bool_)
     pi = np.array(choice, dtype=np.float64)
+    near = np.clip(pi, 0.0, 1.0)
+    pi = np.where(np.abs(pi - near) <= _ROUNDING, near, pi)
     if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
@@ -270,19 +313,6 @@ def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
         got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
         raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
-
-
-def _check_support(draw: Draw, live: BoolArray, method: str) -> None:
-    """Raise `UserError` for a design that contradicts itself, or that can never keep a row with gradient."""
-    pi = draw.inclusion_prob
-    for wrong, why in (
-        (draw.kept & (pi == 0), "kept a row of probability 0"),
-        (~draw.kept & (pi == 1), "left out a row of probability 1"),
-        (live & (pi == 0), "gives probability 0 to a row that can carry gradient, which no weight makes up for"),
-    ):
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise UserError(f"{method}.choose: its Draw {why} (row {row}); return booleans for a pick labelled biased")
 
 
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:

@@ -229,8 +229,9 @@ class CompletionBatch:
 
     def facts(self) -> dict[str, Any]:
         """What completions may have been chosen by, each [n]."""
-        named = {name: getattr(self, name) for name in ("completion_index", "advantages", "lengths", "logit_grad_norm")}
-        return named | {"size of advantage": np.abs(self.advantages)}
+        names = ("prompt_index", "completion_index", "advantages", "lengths", "logit_grad_norm")
+        named = {name: getattr(self, name) for name in names}
+        return named | {"size of advantage": np.abs(self.advantages), "rewards": np.nan_to_num(self.rewards)}
 
     def take(self, rows: IntArray) -> CompletionBatch:
         """The given rows, in their order."""

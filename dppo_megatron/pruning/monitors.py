@@ -125,7 +125,8 @@ class DeclaredTest:
     approximation. Its logarithm grows like z^2 / 2 with z = sum D / sqrt(sum D^2), so |z| = 5.6 or so refutes.
 
     A design of fixed size always keeps its number; hence directions above and below the median of what a choice may
-    have gone by.
+    have gone by. One that goes by the prompt in a way of its own (every second one, always) shows in none of them, but
+    in what it did with the same prompt before, which the next draw does not decide either.
     """
 
     gains: dict[str, FloatArray] = field(default_factory=dict)
@@ -133,6 +134,12 @@ class DeclaredTest:
     draws: int = 0
     refuted: str = ""
     """Why the probabilities are not believed any more, for the ledger; it stays."""
+    earlier: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """[prompts] by how much more often than its probabilities say the rows of each were kept so far."""
+
+    def remember(self, prompt_index: IntArray, drawn: Selection) -> None:
+        """What was kept of rows [n], once their `deviations` are known."""
+        np.add.at(self.earlier, prompt_index, drawn.kept - drawn.inclusion_prob)
 
     def observe(self, along: Mapping[str, float]) -> None:
         """Count a draw with these `deviations`."""

@@ -7,6 +7,8 @@ import copy
 from dataclasses import fields
 from typing import Protocol, TypeVar, cast
 
+import numpy as np
+
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
     CompletionPruningConfig,
@@ -19,7 +21,7 @@ from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
 from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
-from dppo_megatron.pruning.interface import Policy
+from dppo_megatron.pruning.interface import CompletionBatch, Policy
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -28,7 +30,7 @@ from dppo_megatron.pruning.prompt_baselines import (
     WeightedGresoPolicy,
 )
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.types import PromptFeatures, UserError
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
@@ -113,11 +115,30 @@ def check_methods(
     ]
 
 
-def try_own(config: PruningConfig, size: int) -> None:
-    """Make the user's own policies once, for groups of `size`, before anything is loaded: their `__init__` may be wrong
-    too. Raises UserError."""
+_MANY = 10**9
+"""Steps of a trial's run, of which the first after a warm-up prunes."""
+
+
+def try_own(config: PruningConfig, groups: int, size: int) -> None:
+    """Make the user's own policies once before anything is loaded, and let that of completions choose among so many
+    `groups` of `size`, and among none. Raises UserError."""
     if is_plugin(config.completion.method):
-        make_completion_policy(config.completion, seed=0, total_steps=1, group_size=size)
+        policy = make_completion_policy(config.completion, seed=0, total_steps=_MANY, group_size=size)
+        rewards, lengths = _made_up(groups, size)
+        advantages, ones = rewards - rewards.mean(axis=1, keepdims=True), np.ones(groups)
+        batch = CompletionBatch.of_groups(
+            np.arange(groups),
+            rewards=rewards,
+            advantages=advantages,
+            lengths=lengths,
+            logit_grad_norm=0.3 * np.sqrt(lengths),
+            denominator=groups * size * lengths.astype(np.float64),
+            prompt_weight=ones,
+            num_nominal=groups * size,
+            prompt_tokens=np.full(groups, 50),
+        )
+        for rows in (np.arange(len(batch)), np.arange(0)):
+            policy.prune(batch.take(rows), step=policy.warmup_steps)
     if is_plugin(config.prompt.method):
         try:
             make_prompt_policy(
@@ -128,6 +149,23 @@ def try_own(config: PruningConfig, size: int) -> None:
                 raise
             trial = "tried with one prompt and no features before the data are read: look at them in choose"
             raise UserError(f"{error} ({trial})") from error
+
+
+def try_prompts(config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int) -> None:
+    """Let the user's own policy choose among `offered` of the prompts, each visited once: in the run it does so after
+    the warm-up, by default an epoch later. Raises UserError."""
+    if is_plugin(config.method):
+        of_run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _MANY, "seed": 0}
+        policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **of_run)
+        ids = np.arange(min(offered, len(features.level)))
+        policy.observe(ids, *_made_up(len(ids), size), step=0)
+        policy.select(ids, step=policy.warmup_steps)
+
+
+def _made_up(groups: int, size: int) -> tuple[FloatArray, IntArray]:
+    """Rewards and lengths [groups, size]: of every group some are right and some wrong."""
+    row, column = np.indices((groups, size))
+    return (column <= row % (size - 1)).astype(np.float64), (100 + 37 * row % 300 + 10 * column).astype(np.int64)
 
 
 def make_prompt_policy(

@@ -54,13 +54,15 @@ class Past:
 
     def then(self, missing: Missing, prompt_weight: FloatArray, set_of: IntArray) -> Past:
         """After a step whose prompts, of the sets [K], had weights [K]: those that are rarely drawn count in full."""
-        shares = []
-        for index, share in enumerate(self.lost_share):
-            mine = prompt_weight * (set_of == index)
-            total = float(mine.sum())
-            lost = float(mine @ ~missing.usable) / total if total > 0 else share
-            shares.append(_DECAY * share + (1.0 - _DECAY) * lost)
-        return Past(tuple(shares), max(self.known, missing.now, key=KNOWN.index))
+        lost = self.now(~missing.usable, prompt_weight, set_of)
+        shares = tuple(_DECAY * old + (1.0 - _DECAY) * new for old, new in zip(self.lost_share, lost, strict=True))
+        return Past(shares, max(self.known, missing.now, key=KNOWN.index))
+
+    def now(self, lost: BoolArray, prompt_weight: FloatArray, set_of: IntArray) -> list[float]:
+        """For each set the share of a step's groups [K] that is lost; where it has none, that of before."""
+        of_sets = [prompt_weight * (set_of == index) for index in range(len(self.lost_share))]
+        totals = zip(of_sets, self.lost_share, strict=True)
+        return [float(mine @ lost) / float(mine.sum()) if mine.sum() > 0 else share for mine, share in totals]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +161,25 @@ def missing_of(
     if label:
         note = _note(figures, count, refuted, mixed=mixed, same_at_any_size=same_at_any_size)
         row = LedgerRow(NAME, float(left.sum()) / max(count, 1), label, note)
-        source = _source(row, chosen, by_chance, left, same_at_any_size=same_at_any_size)
+        by_chance_alone = ~usable & ~chosen.any(axis=1)
+        share_now = np.array(past.now(by_chance_alone, 1.0 / prompts.inclusion_prob, set_of))[set_of]
+        mean = lost_weight * (1.0 - share_now) if stands_for_lost else np.ones(len(left))
+        source = _source(row, chosen, by_chance, left, mean, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
     return Missing(graded & usable[:, None], usable, weight, source, known, now, along, metrics)
 
 
 def _source(
-    row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, *, same_at_any_size: bool
+    row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, mean: FloatArray, *, same_at_any_size: bool
 ) -> BiasSource:
-    """`chosen` and `by_chance` [K, G]; `left` [K] of each group."""
+    """`chosen` and `by_chance` [K, G]; `left` [K] of each group; `mean` [K] what a group counts over what is lost by
+    chance, for which the share of earlier steps stands: less than 1 where those lost fewer."""
     if by_chance.any() and not same_at_any_size:
         return BiasSource((row,), unknown="how fewer rewards change a gradient depends on their chances")
     stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
     gone = chosen | (chosen.any(axis=1) & (left < 2))[:, None]
-    return BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in)))
+    return BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in) * mean[:, None]))
 
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:

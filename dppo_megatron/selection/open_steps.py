@@ -37,8 +37,10 @@ class OpenStep:
     """[n, 2] of those offered in each round, what was known of their rewards before; empty where nothing reads it."""
     kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
-    deviations: tuple[dict[str, float], dict[str, float]] = field(default_factory=lambda: ({}, {}))
+    deviations: tuple[dict[str, float], ...] = field(default_factory=lambda: ({}, {}))
     """Of what was kept of prompts and of completions from the probabilities."""
+    drawn: tuple[tuple[IntArray, Selection], ...] = ()
+    """The prompts of all rows of these two levels, and what was kept."""
     outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
     """What was finished, with second moments [K]."""
     missing: Missing | None = None

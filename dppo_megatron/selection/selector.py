@@ -140,7 +140,7 @@ class Selector:
         """The last `_delay` steps that are done, oldest first, of which the last `_unlearned` are not learned yet."""
         self._unlearned = 0
         self._lost = Past((0.0,) * len(sizes))
-        self._declared = DeclaredTest(), DeclaredTest(), DeclaredTest()
+        self._declared = *(DeclaredTest(earlier=np.zeros(num_prompts)) for _ in range(2)), DeclaredTest()
         """Of the probabilities of prompts and of completions, and of what is missing by chance."""
         self._said: list[str] = []
         self._open: list[OpenStep] = []
@@ -230,7 +230,8 @@ class Selector:
         variance = self._variance(planned, batch, completions, of, rows)
         ended = rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()[rows]
         of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
-        of.deviations = self._deviations(offered, np.concatenate(of.offered)), deviations(completions, batch.facts())
+        of.drawn = (np.concatenate(of.offered), offered), (batch.prompt_index, completions)
+        of.deviations = self._deviations(of.drawn, batch)
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
@@ -324,6 +325,8 @@ class Selector:
         self._settled = self._place()
         for test, found in zip(self._declared, (*of.deviations, of.missing.along), strict=True):
             test.observe(found)
+        for test, (ids, drawn) in zip(self._declared, of.drawn, strict=False):
+            test.remember(ids, drawn)
         of_prompts, of_completions = (replace(cost, kept_cost=kept) for kept in of.kept_costs)
         outcome = {
             "prompt_index": prompts.prompt_index,
@@ -417,10 +420,16 @@ class Selector:
             self._said += self._prompt_policy.feedback(cost)
             self._unlearned -= 1
 
-    def _deviations(self, offered: Selection, prompt_index: IntArray) -> dict[str, float]:
+    def _deviations(
+        self, drawn: tuple[tuple[IntArray, Selection], ...], batch: CompletionBatch
+    ) -> tuple[dict[str, float], ...]:
         past = self._prompt_policy.history.arrays
-        facts = {name: past[name][prompt_index] for name in ("variance", "tokens", "visits")}
-        return deviations(offered, facts | {"index": prompt_index})
+        of_prompts = {name: past[name][drawn[0][0]] for name in ("variance", "tokens", "visits")}
+        facts = of_prompts | {"index": drawn[0][0]}, batch.facts()
+        return tuple(
+            deviations(selection, known | {"its prompt's earlier draws": test.earlier[ids]})
+            for test, (ids, selection), known in zip(self._declared, drawn, facts, strict=False)
+        )
 
     def _choose(self, count: int, of: OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)

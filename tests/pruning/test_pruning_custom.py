@@ -20,7 +20,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_prompts
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -188,6 +188,7 @@ def test_a_state_that_a_policy_does_not_take_names_it() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        (lambda n: 1 / 0, r"pruning\.prompt\.method = '.*Answers': choose, given 4 rows in step 0: ZeroDivisionError"),
         (lambda n: [True] * n, r"choose returned list; expected a numpy array \[4\]"),
         (lambda n: np.ones(n + 1), r"returned float64\[5\]; expected a numpy array \[4\]"),
         (lambda n: np.ones(n, dtype=int), r"returned int64\[4\]; expected .* floats \(probabilities\)"),
@@ -196,12 +197,29 @@ def test_a_state_that_a_policy_does_not_take_names_it() -> None:
         (lambda n: Draw(np.ones(n, bool), np.zeros(n), True), "kept a row of probability 0"),
         (lambda n: Draw(np.zeros(n, bool), np.ones(n), True), "left out a row of probability 1"),
         (lambda n: Draw(np.zeros(n, bool), np.zeros(n), True), "gives probability 0 to a row that can carry gradient"),
+        (
+            lambda n: Draw(np.arange(n) > 0, np.where(np.arange(n) > 0, 1.0, 1e-300), True),
+            r"gives probability 1e-300 to a row .*pruning\.prompt\.min_inclusion_prob = 0\.2: raise the one or",
+        ),
     ],
 )
 def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies.Answers, "answer", staticmethod(answer))
     with pytest.raises(UserError, match=message):
         Selector(selection_settings(_config(OWN + "Answers")), 4).begin(1)
+
+
+def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.56 + 0.34 + 0.1 is 1 and 2e-16, and float32's 1 may be 1.0000001; a floor may be rounded down."""
+    floor = np.full(1, 0.7, dtype=np.float32)
+    for one in (np.full(3, 0.56 + 0.34 + 0.1), np.nextafter(np.ones(3, np.float32), np.float32(2))):
+        pi = np.concatenate([one, floor.astype(one.dtype)])
+        config = _config(OWN + "Answers")
+        config.pruning.prompt.min_inclusion_prob = 0.7
+        for answer in (pi, Draw(np.ones(4, dtype=np.bool_), pi, fixed_size=False)):
+            monkeypatch.setattr(policies.Answers, "answer", staticmethod(lambda n, answer=answer: answer))
+            chosen = Selector(selection_settings(config), 4).begin(1)
+            assert float(pi[0]) > 1 and float(pi[3]) < 0.7 and sorted(chosen.inclusion_prob.tolist())[-3:] == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -225,6 +243,14 @@ def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch:
         ("prompt", OWN + "Many", rf"cannot be made: AssertionError: a set of one \({TRIED}"),
         ("prompt", OWN + "Unsaved", r"own_state\(\)\['seen'\] holds a set: a checkpoint keeps numbers"),
         ("prompt", OWN + "Forgetful", "has no load_own_state, and so would lose what it keeps at every resume"),
+        (
+            "prompt",
+            OWN + "Misspelt",
+            r"Misspelt': choose, given \d+ rows in step \d+: AttributeError: .* no attribute 'array'",
+        ),
+        ("prompt", OWN + "Unsigned", "Unsigned': learn, given .* unexpected keyword argument 'step'"),
+        ("completion", OWN + "ByLargest", "ByLargest': choose, given 0 rows in step 0: ValueError: zero-size array"),
+        ("completion", OWN + "NoObject", "cannot be made: its __new__ returns a int"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
     ],
 )
@@ -243,10 +269,11 @@ def test_a_plugged_policy_that_is_none_ends_before_the_run(
 
 def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     """Where the data are known nothing is tried without them: what looks at levels, or at the history, when it is made
-    can be made by a `Selector`."""
+    can be made by a `Selector`; and what chooses by them is tried with them."""
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
+    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()

@@ -252,7 +252,7 @@ def test_the_mean_deviation_of_a_true_design_is_zero(cases: Choose) -> None:
         rng = np.random.default_rng(number)
         n = int(rng.integers(1, 7))
         pi = rng.choice([0.05, 0.2, 0.5, 0.9, 1.0], n)
-        known = {"a": rng.normal(size=n), "b": rng.integers(0, 2, n)}
+        known = {"a": rng.normal(size=n), "b": rng.integers(0, 2, n), "earlier": rng.integers(0, 2, n) - pi}
         order = rng.permutation(n)
         edges = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(pi[order][pi[order] < 1]) % 1]))
         starts = [(b - a, systematic(pi, order=order, start=(a + b) / 2)) for a, b in itertools.pairwise(edges)]
@@ -326,39 +326,60 @@ class Liar(CustomCompletionPolicy):
         return Draw(rng.random(len(batch)) < 0.25, np.full(len(batch), 0.5), fixed_size=False)
 
 
-def _labels(selector: Selector, steps: range) -> list[tuple[str, str]]:
-    """(label, note) of the completions of each step."""
+def _favoured(prompt_index: np.ndarray) -> Draw:
+    """Half of the prompts always and the others never, by no figure of theirs; declares a half. Of all prompts the
+    number is right."""
+    return Draw(np.isin(prompt_index, (0, 3, 5, 6)), np.full(len(prompt_index), 0.5), fixed_size=False)
+
+
+class FavouredPrompts(CustomPromptPolicy):
+    def choose(self, prompt_index: Any, *, step: int, minibatch: int) -> Any:
+        return _favoured(prompt_index)
+
+
+class FavouredCompletions(CustomCompletionPolicy):
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Any:
+        return _favoured(batch.prompt_index)
+
+
+def _labels(selector: Selector, steps: range, level: str = "completion") -> list[tuple[str, str]]:
+    """(label, note) of this level in each step."""
     found = []
     for step in steps:
         rng = np.random.default_rng(step)
         rows = selector.begin(step).prompt_index
         outcomes = make_outcomes(rng, len(rows), 3, binary=True)
         ledger = selector.finish(replace(outcomes, truncated=None), step).ledger
-        found += [(row.label, row.note) for row in ledger if row.name.startswith("completion/")]
+        found += [(row.label, row.note) for row in ledger if row.name.startswith(f"{level}/")]
         selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
     return found
 
 
-def test_a_refuted_design_is_biased_from_then_on() -> None:
+@pytest.mark.parametrize(
+    ("level", "name"), [("completion", "Liar"), ("completion", "FavouredCompletions"), ("prompt", "FavouredPrompts")]
+)
+def test_a_refuted_design_is_biased_from_then_on(level: str, name: str) -> None:
     """Through the selector; a resume at any step continues the test where it was."""
-    config = _config("none", f"{__name__}:Liar")
-    whole = _labels(Selector(selection_settings(config), 8), range(1, 91))
+    config = _config(**{"prompt": "none", "completion": "none"} | {level: f"{__name__}:{name}"})
+    config.pruning.prompt.anneal_fraction = 1.0
+    whole = _labels(Selector(selection_settings(config), 8), range(1, 91), level)
     labels = [label for label, _ in whole]
     first = labels.index("biased")
     assert 20 < first < 80 and set(labels[:first]) == {"unbiased"} and set(labels[first:]) == {"biased"}
     assert "refutes its probabilities" in whole[first][1]
     for stop in (10, first + 1):
         torn = Selector(selection_settings(config), 8)
-        before = _labels(torn, range(1, stop + 1))
+        before = _labels(torn, range(1, stop + 1), level)
         resumed = Selector(selection_settings(config), 8)
         resumed.load_state_dict(torn.state_dict())
-        assert before + _labels(resumed, range(stop + 1, 91)) == whole
+        assert before + _labels(resumed, range(stop + 1, 91), level) == whole
 
 
 def test_built_in_methods_are_tested_too() -> None:
     """Their draws are recorded, and believed."""
     selector = Selector(selection_settings(_config("dppo", "dppo")), 8)
-    assert {label for label, _ in _labels(selector, range(1, 61))} == {"unbiased"}
+    assert {label for label, _ in _labels(selector, range(1, 301))} == {"unbiased"}
+    assert all("its prompt's earlier draws" in test.gains and test.earlier.any() for test in selector._declared[:2])
     assert selector._declared[1].draws > 30 and not any(test.refuted for test in selector._declared)
 
 
@@ -449,6 +470,20 @@ def _in_place(loss: PolicyLoss) -> PolicyLoss:
     return changed
 
 
+def _hooked(change: Callable[[Tensor, TokenBatch], Tensor]) -> Callable[[PolicyLoss], PolicyLoss]:
+    """A loss whose gradient, and with it the weight in it, is changed on its way to the log-probabilities."""
+
+    def hooked(loss: PolicyLoss) -> PolicyLoss:
+        def with_hook(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+            logprobs = batch.logprobs.clone()
+            logprobs.register_hook(lambda gradient: change(gradient, batch))
+            return loss(replace(batch, logprobs=logprobs), config)
+
+        return with_hook
+
+    return hooked
+
+
 NOT_LOCAL: dict[str, Callable[[PolicyLoss], PolicyLoss]] = {
     "centred": _with(lambda b: b.advantages - b.advantages.sum() / _share(b)),
     "scaled": _with(lambda b: b.advantages / (b.advantages.square().sum() + 1e-6).sqrt()),
@@ -477,6 +512,9 @@ NOT_LOCAL: dict[str, Callable[[PolicyLoss], PolicyLoss]] = {
     "other after a while": _late,
     "of the last batch": _of_the_last,
     "in place": _in_place,
+    "gradient clipped": _hooked(lambda g, b: g.clamp(-0.3, 0.3)),
+    "gradient's sign": _hooked(lambda g, b: g.sign()),
+    "gradient of length one": _hooked(lambda g, b: g / (sequence_sums(g.square(), b).sqrt() + 1e-9)),
 }
 
 

@@ -193,4 +193,44 @@ class Answers(CustomPromptPolicy):
         return given
 
 
+class Misspelt(CustomPromptPolicy):
+    """Names something that is not there."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.where(self.history.array["variance"][prompt_index] > 0, 1.0, 0.5)  # type: ignore[attr-defined]
+
+
+class Unsigned(FirstHalf):
+    """Learns with another signature."""
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray) -> None:  # type: ignore[override]
+        pass
+
+
+class ByLargest(CustomCompletionPolicy):
+    """Of no completions there is no largest."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return np.abs(batch.advantages) / np.abs(batch.advantages).max()
+
+
+class NoObject(CustomCompletionPolicy):
+    """Makes something else."""
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        return 3
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return np.ones(len(batch))
+
+
+class Visited(CustomPromptPolicy):
+    """Right, and of no use without a history, or without what the rows say."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        assert self.features is not None
+        variance = self.history.arrays["variance"][prompt_index]
+        return variance / variance.max() / self.features.level[prompt_index].max()
+
+
 NUMBER = 3
