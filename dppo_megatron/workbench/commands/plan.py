@@ -259,13 +259,9 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
     job = prepare_job(uncached, site.gpus, machine=machine)
-    if config.model.provider:
-        from dppo_megatron.steps.first_layers import check_first_layers
-
-        note.append(check_first_layers(config.model))
     try:
         first = next(iter(job.train_sets.values())).first_prompt
-        said = [*note, *job.notes, *job.check_references(), *job.data_report]
+        said = [*note, *job.check_first_layers(), *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
     done = "dry run: everything that a run loads before it starts has been loaded and checked"
