@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dppo_megatron.config.checks import Purpose
+from dppo_megatron.config.checks import Purpose, check_world_size
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.paths import check_writable, shipped, with_paths
 from dppo_megatron.config.schema import Config
@@ -125,6 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
     of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
+    check_world_size(config, site.gpus, plans=True)
     machine, loaded = _load_job(config, site, arguments.gpu, is_named) if arguments.dry_run else (None, [])
     with loading("libraries"):
         from dppo_megatron.job import check_settings
