@@ -52,7 +52,7 @@ from dppo_megatron.types import Prompt, PromptFeatures, TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader, assets
 from dppo_megatron.weights.json_files import plain
-from dppo_megatron.weights.provider import model_architecture
+from dppo_megatron.weights.provider import check_first_layers, model_architecture
 from dppo_megatron.weights.tokenizer import load_tokenizer, rowless
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
@@ -127,6 +127,16 @@ class Job:
             raise
         _close_idle(graders, self.config, self.train_sets if graders is self.grade else {})
         return [line for line in said if line]
+
+    def check_first_layers(self) -> list[str]:
+        """A line about layers that a provider describes. On one rank. Raises UserError as
+        `weights.provider.check_first_layers`."""
+        model = self.config.model
+        try:
+            return [check_first_layers(model, self.config.rollout.engine == "hf")] if model.provider else []
+        except BaseException:
+            self.grade.close()
+            raise
 
 
 def features_of(sets: Sequence[PromptFeatures]) -> PromptFeatures:

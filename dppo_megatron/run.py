@@ -45,7 +45,6 @@ from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows
 from dppo_megatron.spans import recorded_by
-from dppo_megatron.steps.first_layers import check_first_layers
 from dppo_megatron.steps.freed_memory import FreedMemory
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
@@ -104,8 +103,7 @@ class Run:
                 {key: reward.correct_from for key, reward in job.grade.rewards.items()},
             )
             log(*job.data_report)  # before waiting for servers, so that a wrong template is seen early
-            if job.config.model.provider:
-                log(from_rank_zero(lambda: check_first_layers(job.config.model)))
+            log(*from_rank_zero(job.check_first_layers))
             self._recorder = StepRecorder(job.config.observe, self._directory)
             self._reached.enter_context(recorded_by(self._recorder.spans))
             self.loop = Loop(job, self.progress.phases, self._recorder)

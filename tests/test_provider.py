@@ -25,12 +25,12 @@ from dppo_megatron.config.schema import ModelConfig
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.run import Run
-from dppo_megatron.steps.first_layers import _depth, check_first_layers, compare
+from dppo_megatron.steps.first_layers import _depth, compare
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import table
-from dppo_megatron.weights.provider import model_architecture
+from dppo_megatron.weights.provider import check_first_layers, model_architecture
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.quickstart.tiny_model import VOCABULARY, make_tokenizer
 
@@ -71,11 +71,28 @@ def _apart(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", PROVIDERS)
-def test_round_trip_of_a_conversion(paths: dict[str, Path], tmp_path: Path, family: str) -> None:
-    provider = ("--provider", PROVIDERS[family], "--verify")
-    assert _convert("to-megatron", "--hf", paths[family], "--out", tmp_path / "megatron", *provider) == 0
-    assert _convert("to-hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf", *provider) == 0
+@pytest.fixture
+def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes of these tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("found_by_children")
+@pytest.mark.parametrize(("family", "wrong"), [("seed_oss", ["SEED_KEYS_VALUES"]), ("dots1", [])])
+def test_round_trip_of_a_conversion(
+    paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, wrong: list[str]
+) -> None:
+    """Each way begins with the comparison; after one that fails nothing is written."""
+    into = ("to-megatron", "--hf", paths[family], "--out", tmp_path / "megatron")
+    back = ("to-hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf")
+    for command in (into, back):
+        for name in wrong:
+            assert _convert(*command, "--provider", f"support.bridges:{name}") == 2
+            assert not Path(command[-1]).exists()
+            assert f"--provider support.bridges:{name}: log-probabilities behind" in capsys.readouterr().err
+        assert _convert(*command, "--provider", PROVIDERS[family], "--verify") == 0
+        assert f"model.provider = {PROVIDERS[family]}: the first" in capsys.readouterr().out
     _assert_byte_equal(tmp_path / "hf", paths[family])
 
 
@@ -124,14 +141,20 @@ WRONG = {
 }
 
 
-def _differences(models: list[ModelConfig]) -> list[float | str]:
-    """What the comparison finds for each, or the error."""
+def _differences(models: list[ModelConfig], embedded: bool = False, scale: float = 1.0) -> list[float | str]:
+    """What the comparison finds for each, or the error.
+
+    Args:
+        scale: of every norm of the embedded engine.
+    """
     found: list[float | str] = []
+    normed = Decoder._normed
+    Decoder._normed = lambda *given: scale * normed(*given)  # type: ignore[method-assign]
     for model in models:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         try:
-            found.append(compare(model)["difference"])
+            found.append(compare(model, embedded)["difference"])
         except UserError as error:
             found.append(str(error))
     return found
@@ -150,6 +173,18 @@ def test_a_wrong_class_is_refused(paths: dict[str, Path]) -> None:
         else:
             assert difference > 1e-3, name
     assert sum(isinstance(one, str) for one in found) <= 4  # most have nothing but numbers against them
+
+
+@pytest.mark.parametrize(
+    ("embedded", "scale", "least", "most"), [(True, 1.0, 0.0, 1e-5), (True, 1.01, 1e-3, 1.0), (False, 1.01, 0.0, 1e-6)]
+)
+def test_the_embedded_engine_is_compared_where_it_generates(
+    paths: dict[str, Path], embedded: bool, scale: float, least: float, most: float
+) -> None:
+    """One whose norms are 1 % off is found, beside an actor that has nothing wrong."""
+    right = [ModelConfig(str(paths[family]), provider) for family, provider in PROVIDERS.items()]
+    for found in run_ranks(_differences, 1, right, embedded, scale, timeout_s=300)[0]:
+        assert isinstance(found, float) and least <= found < most
 
 
 MBRIDGES_OWN = {
@@ -255,12 +290,6 @@ def _train(files: Path, run_dir: Path, model: Path, provider: str, world_size: i
         train(run)
 
 
-@pytest.fixture
-def found_by_children(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The classes of these tests."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_children")
 def test_a_run_logs_what_was_compared(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -280,11 +309,15 @@ def test_a_run_logs_what_was_compared(files: Path, tmp_path: Path, capfd: pytest
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_by_children")
-def test_a_dry_run_compares_too(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_and_an_evaluation_compare_too(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = _model(tmp_path / "model", "seed_oss")
     given = settings(files, tmp_path / "run", **QUICK | {"model__hf_path": model})
     command = ["train", "configs/quickstart.yaml", "--dry-run", *given]
     assert main([*command, "model.provider=support.bridges:SEED_KEYS_VALUES"]) == 2
+    assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
+    assert main(["eval", *command[1:2], *given, "model.provider=support.bridges:SEED_KEYS_VALUES"]) == 2
     assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
     assert main([*command, f"model.provider={PROVIDERS['seed_oss']}"]) == 0
     assert "the first layer compared with transformers'" in capsys.readouterr().out

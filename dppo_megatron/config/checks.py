@@ -53,11 +53,13 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
         check_observe(config.observe)
 
 
-def check_world_size(config: Config, world_size: int) -> None:
-    """Raise `UserError` unless `world_size` ranks can hold the layout."""
+def check_world_size(config: Config, world_size: int, *, plans: bool = False) -> None:
+    """Raise `UserError` unless `world_size` ranks can hold the layout; where that `plans`, the advice is a plan's."""
     layout = config.actor.layout
     tp, pp, cp = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
     etp, ep = layout.expert_tensor_parallel or tp, layout.expert_parallel
+    launch = "launch with torchrun --nproc-per-node {} -m dppo_megatron train ..."
+    advice = "plan for them with --gpus {}, or a multiple" if plans else launch
     for needed, product in (
         (tp * pp * cp, f"tensor_parallel={tp} x pipeline_parallel={pp} x context_parallel={cp}"),
         (etp * ep * pp, f"expert_tensor_parallel={etp} x expert_parallel={ep} x pipeline_parallel={pp}"),
@@ -65,7 +67,7 @@ def check_world_size(config: Config, world_size: int) -> None:
         if world_size % needed:
             raise UserError(
                 f"actor.layout: {product} needs a multiple of {needed} processes, but the world size is {world_size};"
-                f" launch with torchrun --nproc-per-node {needed} -m dppo_megatron train ..."
+                f" {advice.format(needed)}"
             )
 
 

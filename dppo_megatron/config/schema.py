@@ -56,7 +56,8 @@ class SftConfig:
     examples_path: str = ""
     """JSON Lines file of worked solutions: the problem field of `data` and `completion_field`."""
     completion_field: str = "completion"
-    """Field of a row that holds the solution's text; the end-of-sequence token is appended."""
+    """Field of a row that holds the solution's text; the end-of-sequence token is appended. The same as the problem
+    field: a list of messages, the last one of which, the assistant's, is the solution."""
     steps: int = ranged(0, COUNT)
     """Optimizer steps."""
     examples_per_step: int = ranged(128, "[1, 1000000]")

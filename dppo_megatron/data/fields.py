@@ -20,6 +20,7 @@ from dppo_megatron.types import UserError
 Messages: TypeAlias = list[dict[str, str]]
 """Chat turns, each with `role` and `content`."""
 
+LAST_TURN = "the last message"
 _ABSENT = object()
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _LEVEL = re.compile(r"(?:level|lvl|difficulty)?[\s:_-]*(\d+(?:\.\d+)?)(?:/([1-9]\d*))?", re.IGNORECASE)
@@ -87,6 +88,18 @@ def completion_of(row: Row, name: str, settings: ResolvedSet) -> str:
     if not isinstance(value, str):
         raise UserError(f"{row.origin}: '{name}' is {kind(value)}; a completion is text")
     return check_text(value, row.origin, name)
+
+
+def solution_apart(row: Row, settings: ResolvedSet) -> Row:
+    """Of a row with problem and worked solution in one list of messages: the solution, which is the last of them, as
+    the field `LAST_TURN`. Raises UserError for any other row."""
+    turns = problem_of(row, settings)
+    if len(turns) < 2 or isinstance(turns, str) or turns[-1]["role"] != "assistant":
+        raise UserError(
+            f"{row.origin}: '{settings.problem_field}' is data.problem_field and sft.completion_field: it must be a"
+            " list of messages that ends with the assistant's, the worked solution"
+        )
+    return Row(row.origin, {**row.values, settings.problem_field: turns[:-1], LAST_TURN: turns[-1]["content"]})
 
 
 def source_of(row: Row, settings: ResolvedSet) -> str:

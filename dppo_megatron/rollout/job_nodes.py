@@ -62,7 +62,7 @@ class JobServers:
                 continue
             try:
                 server.start()
-                why[server.url] = "does not answer" if hangs else "had ended"
+                why[server.url] = f"{'does not answer' if hangs else 'had ended'} (its log: {server.log})"
             except UserError as error:  # it has started before, so the next sync tries again
                 show(f"rollout: {error}")
         return dict(gather_all(list(why.items())))

@@ -1,7 +1,7 @@
-"""Whether the layers that a provider describes compute what transformers' do, found out before a run.
+"""Whether the layers that a provider describes compute what transformers' do, found out before they are used.
 
 The rows of `weights/mapping.py` are compared with transformers in this project's tests. What `model.provider` brings is
-not, so it is compared here, on the machine that will train: a model of random weights, as deep as to the first layer of
+not, so it is compared here, on the machine that will do it: a model of random weights, as deep as to the first layer of
 each kind, in its true width, float32 and on the CPU, goes the way of a checkpoint (files, reader, Megatron, weight
 stream) in a process of its own, since groups of one process cannot be made within a job's.
 """
@@ -12,74 +12,35 @@ import copy
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dppo_megatron.children import die_with_parent, start_python
+from dppo_megatron.children import die_with_parent
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from dppo_megatron.launcher_env import forget_launcher
-from dppo_megatron.progress import progress
-from dppo_megatron.texts import one_line
 from dppo_megatron.types import TrainSample, UserError
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.weights.mapping import kinds
 from dppo_megatron.weights.provider import model_architecture
 
-_TOLERANCE = 2e-5
-"""Of a log-probability: Seed-OSS-36B's layer differs by 2e-6 in float32; another norm's epsilon by more than 3e-5, a
-wrong bias, head or position by more than 1e-2."""
 _VOCABULARY = 256
 """Of the compared model: embeddings are as in every family, and a real one's are larger than the layers."""
 
 
-def check_first_layers(model: ModelConfig) -> str:
-    """A line for the log about the comparison.
-
-    Raises:
-        UserError: the layers compute something else than transformers', or could not be compared.
-    """
-    said = f"model.provider = {model.provider}"
-    with progress("comparing the first layers with transformers'"):
-        child = start_python(
-            "dppo_megatron.steps.first_layers",
-            json.dumps(asdict(model)),
-            str(os.getpid()),
-            variables={"CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        answer, errors = child.communicate()
-    try:
-        found = json.loads(answer)
-    except ValueError:
-        last = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
-        if child.returncode < 0:
-            last = f"its process was killed by signal {-child.returncode} (memory?)"
-        raise UserError(f"{said}: the first layers could not be compared with transformers': {last}") from None
-    if "error" in found:
-        raise UserError(found["error"])
-    line = f"the first {found['layers']} of {found['of']} layers" if found["layers"] > 1 else "the first layer"
-    if not found["difference"] <= _TOLERANCE:
-        raise UserError(
-            f"{said}: log-probabilities behind {line} differ by up to {found['difference']:.2g} from transformers'"
-            f" (at most {_TOLERANCE:g}): its class describes another model, or one whose layers are not built here"
-        )
-    return f"{said}: {line} compared with transformers': log-probabilities differ by at most {found['difference']:.1e}"
-
-
-def compare(model: ModelConfig) -> dict[str, float]:
+def compare(model: ModelConfig, embedded: bool = False) -> dict[str, float]:
     """Build both models in this process, which must have no process group; returns how many `layers` of how many (`of`)
     were compared, and the largest `difference`.
+
+    Args:
+        embedded: also between the embedded engine and transformers.
 
     Raises:
         UserError: names, shapes or bytes that are not those of transformers' model.
@@ -111,8 +72,11 @@ def compare(model: ModelConfig) -> dict[str, float]:
         except UserError as error:  # it names a directory that nobody knows
             said = f"model.provider = {model.provider}: by its names, transformers' model"
             raise UserError(str(error).replace(f"checkpoint '{directory}'", said)) from None
-        found = _actor_logprobs(ours, reader, samples)
-    worst = max(float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True))
+        found = [_actor_logprobs(ours, reader, samples)]
+        if embedded:
+            found.append(list(_engine_logprobs(ours, reader, samples)))
+    pairs = (pair for all_ in found for pair in zip(all_, expected, strict=True))
+    worst = max(float(np.abs(one - other[-len(one) :]).max()) for one, other in pairs)
     return {"layers": depth, "of": architecture.num_layers, "difference": worst}
 
 
@@ -216,6 +180,23 @@ def _actor_logprobs(architecture: Architecture, reader: CheckpointReader, sample
     return found
 
 
+@torch.inference_mode()
+def _engine_logprobs(architecture: Architecture, reader: CheckpointReader, samples: list[TrainSample]) -> Iterator[Any]:
+    """The embedded engine's behind the first half of each sequence, which it reads at once; the rest a token at a
+    time."""
+    from dppo_megatron.rollout.decoder import Decoder
+
+    decoder = Decoder(architecture, dtype=torch.float32, device=torch.device("cpu"))
+    for name, tensor in decoder.named.items():
+        tensor.copy_(reader.get(name))
+    for sample in samples:
+        ids, half = torch.from_numpy(sample.token_ids), len(sample.token_ids) // 2
+        cache, places = decoder.empty_cache(1, half), torch.arange(len(ids))
+        logits = [decoder.read(ids[None, :half], places[None, :half], torch.ones(1, half, dtype=torch.bool), cache)]
+        logits += [decoder.step(ids[at : at + 1], places[at : at + 1], None, cache) for at in places[half:-1]]
+        yield torch.cat(logits).double().log_softmax(-1).gather(1, ids[half:, None])[:, 0].numpy()
+
+
 def main() -> None:
     """In the child: what was found, or the error, as JSON on stdout, where nobody else writes."""
     from transformers.utils.logging import disable_progress_bar
@@ -227,7 +208,8 @@ def main() -> None:
     answer = os.dup(1)
     os.dup2(2, 1)
     try:
-        found = json.dumps(compare(ModelConfig(**json.loads(sys.argv[1]))))
+        model, embedded = json.loads(sys.argv[1])
+        found = json.dumps(compare(ModelConfig(**model), embedded))
     except UserError as error:
         found = json.dumps({"error": str(error)})
     os.write(answer, found.encode())

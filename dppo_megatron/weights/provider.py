@@ -2,18 +2,21 @@
 
 So whoever has written such a class for another trainer brings his family along. Its layers are still this project's
 own, since mbridge's need Transformer Engine and read no packs. So nothing that a class says is believed: the names must
-fit the checkpoint, the splits must be those of `mapping.py`, and before a run the first layers are compared with
-transformers' (`steps/first_layers.py`).
+fit the checkpoint, the splits must be those of `mapping.py`, and before a run, an evaluation or a conversion the first
+layers are compared with transformers' (`steps/first_layers.py`).
 
 mbridge 0.15.1 is written for transformers 4; `_AsIn4` gives its classes the names that transformers 5 has moved.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import warnings
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ import torch
 import torch.nn.functional as F
 from transformers import CONFIG_MAPPING
 
+from dppo_megatron.children import start_python
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.schema import ModelConfig
+from dppo_megatron.progress import progress
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import (
@@ -55,6 +60,11 @@ _HOW = re.compile(
 )
 """Those that say how it is computed or trained, or what is read elsewhere: positions, layers that predict several
 tokens."""
+
+
+_TOLERANCE = 2e-5
+"""Of a log-probability: Seed-OSS-36B's layer differs by 2e-6 in float32; another norm's epsilon by more than 3e-5, a
+wrong bias, head or position by more than 1e-2."""
 
 
 def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
@@ -95,6 +105,49 @@ def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") ->
     architecture = replace(architecture, provided_names=tuple(_names(bridge, architecture, said)))
     _check_splits(bridge, architecture, said)
     return architecture
+
+
+def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
+    """Compare the first layers with transformers', in a process of its own that builds them here, on the CPU. Whatever
+    trains, scores or converts a model that a provider describes begins with it.
+
+    Args:
+        embedded: the embedded engine's layers too, which no metric holds against an actor's in an evaluation.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        UserError: the layers compute something else than transformers', or could not be compared.
+    """
+    said = f"model.provider = {model.provider}"
+    with progress("comparing the first layers with transformers'"):
+        child = start_python(
+            "dppo_megatron.steps.first_layers",  # by its name: it needs an actor, which nothing here may know
+            json.dumps([asdict(model), embedded]),
+            str(os.getpid()),
+            variables={"CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        answer, errors = child.communicate()
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        last = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
+        if child.returncode < 0:
+            last = f"its process was killed by signal {-child.returncode} (memory?)"
+        raise UserError(f"{said}: the first layers could not be compared with transformers': {last}") from None
+    if "error" in found:
+        raise UserError(found["error"])
+    line = f"the first {found['layers']} of {found['of']} layers" if found["layers"] > 1 else "the first layer"
+    if not found["difference"] <= _TOLERANCE:
+        raise UserError(
+            f"{said}: log-probabilities behind {line} differ by up to {found['difference']:.2g} from transformers'"
+            f" (at most {_TOLERANCE:g}): its class describes another model, or one whose layers are not built here"
+        )
+    return f"{said}: {line} compared with transformers': log-probabilities differ by at most {found['difference']:.1e}"
 
 
 class _AsIn4:

@@ -283,6 +283,28 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_a_text(tmp_path: Path) ->
     assert sample.token_ids.tolist() == [*ids(with_bos), *told, with_bos.eos_token_id]
 
 
+def test_a_worked_solution_is_the_last_of_its_messages(tmp_path: Path) -> None:
+    """The same example as with the solution in a field of its own."""
+    tokenizer, config = chat_tokenizer(eos="<|im_end|>"), Config()
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    asked += [{"role": "user", "content": "What is 1+1, please, in one word and without any steps?"}]
+    told = {"role": "assistant", "content": "<think>\n</think>\n\nIt is 2."}
+    file = tmp_path / "sft.jsonl"
+    config.sft.examples_path, config.sft.examples_per_step = str(file), 1
+    config.data.apply_chat_template, config.data.problem_field = True, "chat.turns"
+
+    def read(row: dict[str, Any], completion_field: str) -> list[list[int]]:
+        file.write_text(json.dumps(row) + "\n")
+        config.sft.completion_field = completion_field
+        return [one.token_ids.tolist() for one in load_examples(config, tokenizer, {}, max_tokens=200)[0]]
+
+    apart = read({"chat": {"turns": asked}, "completion": told["content"]}, "completion")
+    assert read({"chat": {"turns": [*asked, told]}}, "chat.turns") == apart
+    for turns in (asked, [told], "text"):
+        with pytest.raises(UserError, match=r"sft.jsonl:1: 'chat.turns' is data.problem_field and sft.completion_fi"):
+            read({"chat": {"turns": turns}}, "chat.turns")
+
+
 def _stops(
     tmp_path: Path, tokenizer: Any, *, chat: bool, generation: Any = None, own: tuple[int, ...] = ()
 ) -> list[str]:

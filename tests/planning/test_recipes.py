@@ -259,7 +259,7 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
         (["actor.fp8=mxfp8"], "actor.fp8 = mxfp8: it needs a chip of sm_100 or newer; this one is sm_90"),
         (["actor.megatron={hidden_size: 8}"], "actor.megatron.hidden_size: is decided by"),
         (["rollout.sampling.max_completion_tokens=100000", "packing.max_tokens_per_microbatch=200000"], "positions of"),
-        (["--gpus", "6"], "needs a multiple of 8 processes"),
+        (["--gpus", "6"], "but the world size is 6; plan for them with --gpus 8, or a multiple (see docs/"),
         (["actor.layout.tensor_parallel=3"], "needs a multiple of 3 processes"),
         (["--mfu", "40"], "--mfu 40.0: must be in (0, 1]"),
         (

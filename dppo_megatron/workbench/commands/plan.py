@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dppo_megatron.config.checks import Purpose
+from dppo_megatron.config.checks import Purpose, check_world_size
 from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.paths import check_writable, shipped, with_paths
 from dppo_megatron.config.schema import Config
@@ -125,6 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
     of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
+    check_world_size(config, site.gpus, plans=True)
     machine, loaded = _load_job(config, site, arguments.gpu, is_named) if arguments.dry_run else (None, [])
     with loading("libraries"):
         from dppo_megatron.job import check_settings
@@ -259,13 +260,9 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
     note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
     uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
     job = prepare_job(uncached, site.gpus, machine=machine)
-    if config.model.provider:
-        from dppo_megatron.steps.first_layers import check_first_layers
-
-        note.append(check_first_layers(config.model))
     try:
         first = next(iter(job.train_sets.values())).first_prompt
-        said = [*note, *job.notes, *job.check_references(), *job.data_report]
+        said = [*note, *job.check_first_layers(), *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
     done = "dry run: everything that a run loads before it starts has been loaded and checked"
