@@ -5,9 +5,9 @@ n tokens comes to its end with probability S(n) whatever it says, and weighs 1 /
 is trained on once, and long ones cost less. A tail of lengths in which n or more tokens have a chance of about 1 / n,
 as the longest of chains of thought often have, costs log(n) tokens where it cost n.
 
-S knows nothing of the prompt on purpose. Guesses of each completion's length and reward would gain 1.2 times as much on
-recorded runs (docs/choosing.md), but are fitted to whole lengths, of which a run that stops early sees few; and settings
-need no state that is saved and restored.
+S knows nothing of the prompt on purpose. Guesses of each completion's length and reward would gain 1.2 times as much
+on recorded runs (docs/choosing.md), but are fitted to whole lengths, of which a run that stops early sees few; and
+settings need no state that is saved and restored.
 """
 
 from __future__ import annotations
