@@ -199,10 +199,11 @@ def test_what_is_refused_when_it_is_tried(name: str) -> None:
         try_token_values(OwnTokens(function, "mine", 0, False), prompt)
 
 
-def test_a_baseline_of_survivors_takes_nothing_from_the_gradient() -> None:
+@pytest.mark.parametrize("of_ends", [[1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 0.5, 0.0]])
+def test_a_baseline_of_survivors_takes_nothing_from_the_gradient(of_ends: list[float]) -> None:
     """Over all groups of three answers that stop at each token with probability 0.3, at the fourth for certain; longer
-    ones are wrong. Less noise than the mean of all mates, on average over the groups."""
-    stop, rewards = 0.3, np.array([1.0, 1.0, 0.0, 0.0])
+    ones are worse. Less noise than the mean of all mates, on average over the groups."""
+    stop, rewards = 0.3, np.array(of_ends)
     chances = np.array([(1 - stop) ** n * stop for n in range(3)] + [(1 - stop) ** 3])
     scores = [np.array([-stop] * n + ([1 - stop] if n < 3 else [0.0])) for n in range(4)]
     gradients = []
