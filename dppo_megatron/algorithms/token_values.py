@@ -17,6 +17,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.types import Completion, FloatArray, Grade, Group, Prompt, RolloutPrompt, TrainSample, UserError
 
 Column: TypeAlias = npt.NDArray[np.float32]
+"""[completion tokens] one 4-byte value a token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,6 @@ _ONLY_IF = {
     "data.train_": "data.train_* only for as many problems",
 }
 """What a permission of such a setting does not bring."""
-_NO_MATTER = ("observe", "actor.fp8_param")
-"""Of settings that are gone: what they were shapes no draw."""
 
 
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:
@@ -70,7 +68,8 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     old = config_values(config_from_values(before, where))
     scores = [values["pruning"]["prompt"]["score"] for values in (old, now)]
     never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # its regressions are no other's
-    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, _NO_MATTER)}
+    no_matter = ("observe", "actor.fp8_param")  # of what is gone: they shaped no draw
+    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, no_matter)}
     lines = [(key, f"{key}: {value!r} -> no setting now") for key, value in gone.items() if value != RETIRED[key]]
     for key, line in sorted([*_differences(old, now), *lines]):
         may = key not in never and _under(key, (*FREE, *config.checkpoint.may_change))

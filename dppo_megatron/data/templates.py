@@ -144,11 +144,8 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
         return []
     _, found, behind = text.rpartition(_MARK)
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if found and behind else []
-    return [ids[0]] if ids and ids[0] in _special(tokenizer) and ids[0] != tokenizer.eos_token_id else []
-
-
-def _special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    return {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
 
 
 def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase, engine: str) -> list[int]:
@@ -165,7 +162,7 @@ def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase, engine: str) ->
     generation, config = Path(hf_path) / "generation_config.json", Path(hf_path) / "config.json"
     found = _named_ends(GenerationConfig, generation)
     reads_config = engine == "sglang" or (engine == "vllm" and not generation.is_file())
-    meant = _special(tokenizer) | set(found)
+    meant = {*found, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for token in _named_ends(AutoConfig, config):
         if token in meant:
             found.append(token)

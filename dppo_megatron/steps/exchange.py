@@ -22,14 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.algorithms.token_values import OwnTokens
+from dppo_megatron.algorithms.token_values import Column, OwnTokens
 from dppo_megatron.distributed import gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
@@ -44,9 +43,6 @@ from dppo_megatron.types import (
     TrainSample,
     UserError,
 )
-
-Column: TypeAlias = npt.NDArray[np.float32]
-"""[completion tokens] one 4-byte value a token."""
 
 
 @dataclass(frozen=True, slots=True)
