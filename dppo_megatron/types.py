@@ -45,7 +45,7 @@ class UserError(Exception):
 
 
 class RunAborted(Exception):
-    """The run cannot continue, through no mistake of the user's: it is checkpointed and ends with exit code 3."""
+    """What is under way cannot continue: a run is checkpointed and ends with exit code 3."""
 
 
 @dataclass(frozen=True, slots=True)

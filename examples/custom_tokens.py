@@ -2,7 +2,7 @@
 
     dppo-megatron train configs/quickstart.yaml objective.token_values=examples.custom_tokens:repeats
     dppo-megatron train configs/quickstart.yaml objective.token_values=examples.custom_tokens:survivors \
-        objective.advantage=rloo objective.normalization=constant
+        objective.advantage=rloo objective.normalization=constant objective.zero_advantage_slope=0.1
 
 The rank that has sampled a completion asks, once pruning has kept it.
 """
@@ -34,12 +34,14 @@ def survivors(group: Group, place: int, advantage: float) -> TokenValues:
     surprise there.
 
     It knows of the completion only that it got to its token, so the expected gradient is `rloo`'s; not where the token
-    sum is divided by the completion's length, nor with early stops, whose ends are the short ones. `simulate
-    --roulette` says what such a baseline would gain: on recorded runs nothing (docs/choosing.md).
+    sum is divided by the completion's length, nor with `objective.overlong.buffer_tokens`, whose penalty is not in the
+    group's rewards, nor with early stops, whose ends are the short ones. It is not 0 where a reward is its mates' mean,
+    so `zero_advantage_slope` is needed. `simulate --roulette` says what such a baseline would gain: on recorded runs
+    nothing (docs/choosing.md).
     """
     lengths = np.array([len(one.token_ids) for one in group.completions])
     mates = ~np.isnan(group.rewards) & (np.arange(len(lengths)) != place)
     left = mates & (lengths > np.arange(lengths[place])[:, None])  # [tokens, completions]
     left[~left.any(axis=1)] = mates
     means = (left * np.where(mates, group.rewards, 0.0)).sum(axis=1) / left.sum(axis=1)
-    return TokenValues(advantages=(group.rewards[place] - means) * (advantage != 0))
+    return TokenValues(advantages=group.rewards[place] - means)

@@ -223,6 +223,8 @@ def test_groups_of_attention_are_replicas(tmp_path: Path, spelling: str) -> None
         ({"NCCL_MIN_NCHANNELS": "-2", "NCCL_PROTO": ""}, ""),  # the defaults
         ({"NCCL_MAX_NCHANNELS": "8"}, "NCCL_MAX_NCHANNELS is 8 there and -2 in the trainer"),
         ({"NCCL_PROTO": "Simple"}, "NCCL_PROTO is Simple there and not set in the trainer"),
+        ({"NCCL_ALGO": "allreduce:tree"}, "NCCL_ALGO is allreduce:tree there and not set in the trainer"),
+        ({"NCCL_NTHREADS": "1"}, "NCCL_NTHREADS is 1 there and not set in the trainer"),
     ],
 )
 def test_both_ends_of_a_communicator_are_compared(
@@ -339,6 +341,8 @@ def test_a_sglang_without_our_file_counts_as_what_it_sets_itself(
     if pinned:
         monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
         monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+        assert dppo_wire.nccl_difference(found) == "NCCL_ALGO is allreduce:tree there and not set in the trainer"
+        monkeypatch.setenv("NCCL_ALGO", "allreduce:tree")
         assert not dppo_wire.nccl_difference(found)
 
 

@@ -15,11 +15,12 @@ from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.algorithms.token_values import OwnTokens, TokenFunction, TokenValues, try_token_values
+from dppo_megatron.distributed import rank
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run
 from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.train import train
-from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt, UserError
+from dppo_megatron.types import Completion, Group, Prompt, RolloutPrompt, RunAborted, UserError
 from examples.custom_tokens import repeats, survivors
 
 
@@ -37,6 +38,15 @@ def ones(group: Group, place: int, advantage: float) -> TokenValues:
 
 def odd_ids(group: Group, place: int, advantage: float) -> TokenValues:
     return TokenValues(weights=group.completions[place].token_ids % 2 == 1)
+
+
+def shifted(group: Group, place: int, advantage: float) -> TokenValues:
+    """0 where the completion's advantage is 0 when it is tried, on two completions; not in a step."""
+    return TokenValues(advantages=np.full(_length(group, place), advantage + (len(group.completions) > 2)))
+
+
+def shifted_or_0(group: Group, place: int, advantage: float) -> TokenValues:
+    return (shifted if advantage else constant)(group, place, advantage)
 
 
 def half(group: Group, place: int, advantage: float) -> TokenValues:
@@ -99,6 +109,16 @@ def test_the_ledger_says_what_a_selection_of_tokens_is(
         assert row["own"] == other["own"] and mine["label"] == label and 0.3 < mine["kept_fraction"] < 0.7
         for key in ("train/loss", "train/grad_norm", "tokens/trained"):
             assert other[key] == pytest.approx(row[key], rel=1e-4, abs=1e-7), key
+
+
+@pytest.mark.parametrize("method", ["none", "dppo"])
+def test_a_completion_that_pruning_would_drop_counts_nothing(files: Path, tmp_path: Path, method: str) -> None:
+    """Where the completion's advantage is 0 its tokens' is, also where nothing is pruned: dppo is unbiased for that."""
+    methods: dict[str, Any] = {"pruning__prompt__method": method, "pruning__completion__method": method}
+    rows = _rows(files, tmp_path / "shifted", "shifted", **methods)
+    assert rows == _rows(files, tmp_path / "0", "shifted_or_0", **methods)
+    pruned = any(row["prune/completions_trained"] < row["prune/completions_generated"] for row in rows)
+    assert pruned == (method == "dppo")
 
 
 def _group() -> Group:
@@ -190,10 +210,11 @@ def test_what_is_refused_when_it_is_tried(name: str) -> None:
         try_token_values(OwnTokens(function, "mine", 0, False), prompt)
 
 
-def test_a_baseline_of_survivors_takes_nothing_from_the_gradient() -> None:
+@pytest.mark.parametrize("of_ends", [[1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 0.5, 0.0]])
+def test_a_baseline_of_survivors_takes_nothing_from_the_gradient(of_ends: list[float]) -> None:
     """Over all groups of three answers that stop at each token with probability 0.3, at the fourth for certain; longer
-    ones are wrong. Less noise than the mean of all mates, on average over the groups."""
-    stop, rewards = 0.3, np.array([1.0, 1.0, 0.0, 0.0])
+    ones are worse. Less noise than the mean of all mates, on average over the groups."""
+    stop, rewards = 0.3, np.array(of_ends)
     chances = np.array([(1 - stop) ** n * stop for n in range(3)] + [(1 - stop) ** 3])
     scores = [np.array([-stop] * n + ([1 - stop] if n < 3 else [0.0])) for n in range(4)]
     gradients = []
@@ -211,17 +232,27 @@ def test_a_baseline_of_survivors_takes_nothing_from_the_gradient() -> None:
 
 
 def _refused(files: Path, run_dir: Path) -> str:
-    job = prepare_job(job_config(files, run_dir, **QUICK, objective__token_values="test_token_values:ones"), 1)
-    wrong = replace(job.token_values, function=lambda *_: TokenValues(weights=np.full(1, np.nan)))  # type: ignore[type-var]
-    with Run(replace(job, token_values=wrong)) as run, pytest.raises(UserError) as refusal:
+    """The function answers NaN in the second step, on rank 1 alone."""
+    job = prepare_job(job_config(files, run_dir, **QUICK, objective__token_values="test_token_values:ones"), 2)
+    assert job.token_values is not None
+
+    def wrong(group: Group, place: int, advantage: float) -> TokenValues:
+        is_wrong = rank() == 1 and run.loop.last_complete_step == 1
+        return TokenValues(weights=np.full(_length(group, place), np.nan if is_wrong else 1.0))
+
+    own = replace(job.token_values, function=wrong)
+    with pytest.raises(RunAborted) as stop, Run(replace(job, token_values=own)) as run:
         train(run)
-    return str(refusal.value)
+    return str(stop.value)
 
 
 def test_what_is_refused_in_a_step(files: Path, tmp_path: Path) -> None:
-    """Checked in each answer, naming the completion; a start reads the setting, and finds a slope of use with it."""
-    [said] = run_ranks(_refused, 1, files, tmp_path / "run")
-    assert "test_token_values:ones', asked for completion" in said and "of prompt" in said
+    """Checked in each answer, naming the completion; all ranks end, with the last step saved. A start reads the
+    setting, and finds a slope of use with it."""
+    [said, again] = run_ranks(_refused, 2, files, tmp_path / "run")
+    assert said.startswith("step 2: objective.token_values = 'test_token_values:ones', asked for completion")
+    assert said == again and "gave token 0 weights of nan" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
     settings = {"objective__token_values": "test_token_values:constant", "objective__zero_advantage_slope": 0.5}
     job = prepare_job(job_config(files, tmp_path / "run", **settings), 1)
     assert job.token_values is not None and job.token_values.given == ("advantages",) and job.token_values.zero_carries

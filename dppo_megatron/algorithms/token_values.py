@@ -17,6 +17,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.types import Completion, FloatArray, Grade, Group, Prompt, RolloutPrompt, TrainSample, UserError
 
 Column: TypeAlias = npt.NDArray[np.float32]
+"""[completion tokens] one 4-byte value a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class OwnTokens:
     path: str
     seed: int
     zero_carries: bool
-    """Completions with advantage 0 carry gradient, so pruning leaves none out for that."""
+    """Completions with advantage 0 carry gradient, so pruning leaves none out for that. Else their tokens have 0."""
     given: tuple[str, ...] = ()
     """The fields that it gave when it was tried: label and sizes of messages rest on them."""
     step: int = 0
@@ -79,11 +80,8 @@ class OwnTokens:
             if (wrong := np.flatnonzero(~((values >= low) & (values <= high)))).size:  # NaN is neither
                 token = int(wrong[0])
                 raise UserError(f"{what} gave token {token} {name} of {values[token]}; expected [{low:g}, {high:g}]")
-        if advantage == 0 and not self.zero_carries and np.any(found.get("advantages", 0.0)):
-            raise UserError(
-                f"{what} returned advantages other than 0 where the completion's is 0, and pruning drops such"
-                " completions; return 0, or set objective.zero_advantage_slope to about their size"
-            )
+        if advantage == 0 and not self.zero_carries and "advantages" in found:
+            found["advantages"] = np.zeros(count)  # as if dropped: the same objective however it is pruned
         if (pi := found.get("probabilities")) is not None:
             coins = generator(self.seed, "tokens", self.step, index, place).random(count)
             found["probabilities"] = np.where(coins < pi, 1.0 / pi, 0.0)
@@ -113,4 +111,10 @@ def try_token_values(own: OwnTokens, prompt: Prompt) -> OwnTokens:
                 f"objective.token_values = '{own.path}' answers differently when asked again; return probabilities, and"
                 " the trainer draws"
             )
+    as_given = replace(own, zero_carries=True).columns(group, 0, 0.0)
+    if not own.zero_carries and np.any(as_given.get("advantages", 0.0)):
+        raise UserError(
+            f"objective.token_values = '{own.path}' returned advantages other than 0 where the completion's is 0, and"
+            " pruning drops such completions; return 0, or set objective.zero_advantage_slope to about their size"
+        )
     return own

@@ -58,6 +58,8 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     Raises:
         UserError: the differences that are not allowed, all of them.
     """
+    from dppo_megatron.config.layers import RETIRED
+
     now = config_values(config)
     if before == now:  # and building a Config of `before`, which takes 0.1 s, would say nothing else
         return []
@@ -66,7 +68,10 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     old = config_values(config_from_values(before, where))
     scores = [values["pruning"]["prompt"]["score"] for values in (old, now)]
     never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # its regressions are no other's
-    for key, line in sorted(_differences(old, now)):
+    no_matter = ("observe", "actor.fp8_param")  # of what is gone: they shaped no draw
+    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, no_matter)}
+    lines = [(key, f"{key}: {value!r} -> no setting now") for key, value in gone.items() if value != RETIRED[key]]
+    for key, line in sorted([*_differences(old, now), *lines]):
         may = key not in never and _under(key, (*FREE, *config.checkpoint.may_change))
         (allowed if may else refused).append((key, line))
     if refused:

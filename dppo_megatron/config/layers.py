@@ -57,8 +57,8 @@ RETIRED: dict[str, Any] = {
     "observe.samples.fixed_share": 0.0,
     "observe.tracking.sample_rows": 16,
 }
-"""Settings that are gone, and their default, which the files of older runs hold and which is passed over. Another value
-is an unknown key; docs/other_names.txt says what to do."""
+"""Settings that are gone, and their default, which the files of older runs hold and which is passed over; of what a run
+has saved, any value is. Elsewhere another value is an unknown key; docs/other_names.txt says what to do."""
 
 _PART = re.compile(r'"([^"]+)"|\'([^\']+)\'|([^."\'=]+)')
 
@@ -136,7 +136,7 @@ class Layer:
         return value
 
     def _is_retired(self, key: str, value: Node) -> bool:
-        return key in RETIRED and plain(value, self._source) == RETIRED[key]
+        return key in RETIRED and (self._source.saved or plain(value, self._source) == RETIRED[key])
 
     def _scalar(self, node: ScalarNode, hint: Any, key: str) -> Any:
         value = scalar(node)

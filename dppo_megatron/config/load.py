@@ -108,8 +108,8 @@ def _dumped(values: Any) -> str:
 
 
 def _given(values: Mapping[Any, Any], where: str, base: str = "") -> list[tuple[Source, Node]]:
-    """Settings that are plain values already."""
-    source = Source(where, has_lines=False, base=base or working_directory(where))
+    """Settings that are plain values already, as a run has saved them."""
+    source = Source(where, has_lines=False, base=base or working_directory(where), saved=True)
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):

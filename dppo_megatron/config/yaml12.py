@@ -59,10 +59,10 @@ class Dumper(yaml.SafeDumper):
 
 class Source:
     """Where settings come from, for messages: a file, with the line, or one setting of the command line; and `base`,
-    the directory that its relative paths are relative to (empty: this one)."""
+    the directory that its relative paths are relative to (empty: this one). `saved`: a run has, of any version."""
 
-    def __init__(self, name: str, *, has_lines: bool, base: str = "") -> None:
-        self.name, self.has_lines, self.base = name, has_lines, base
+    def __init__(self, name: str, *, has_lines: bool, base: str = "", saved: bool = False) -> None:
+        self.name, self.has_lines, self.base, self.saved = name, has_lines, base, saved
 
     def where(self, node: Node) -> str:
         """The source, and the line in a file."""

@@ -298,12 +298,13 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
-    files, and the end of turn of every chat template in use. Raises UserError: a setting's is none."""
+    files, and the end of turn of every chat template in use. Raises UserError: a setting's is none; as `model_ends`."""
     for token in config.rollout.sampling.stop_token_ids:
         if token >= len(tokenizer):
             raise UserError(f"rollout.sampling.stop_token_ids: {token} is no token of the model's {len(tokenizer)}")
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
-    found = [*config.rollout.sampling.stop_token_ids, *model_ends(config.model.hf_path, tokenizer)]
+    of_files = model_ends(config.model.hf_path, tokenizer, config.rollout.engine)
+    found = [*config.rollout.sampling.stop_token_ids, *of_files]
     for one in sets:
         found += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(found))

@@ -92,7 +92,7 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
         UserError: training data that differs and may not.
     """
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
-    if saved.get("ends") != now.get("ends"):
+    if (saved.get("ends") or []) != (now.get("ends") or []):
         were = saved.get("ends", "not noted there")  # by an earlier version, which knew none of config.json's
         lines.append(f"tokens at which completions also end: {were} -> {now['ends']}")
     changed = _differences(saved["train"], now["train"])

@@ -148,17 +148,29 @@ def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> l
     return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
 
 
-def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase, engine: str) -> list[int]:
     """The ends of sequence that generation_config.json and config.json name beside the tokenizer's, and SGLang's own.
 
     SGLang ends completions at all of them, vLLM at config.json's where there is no generation_config.json, unasked.
-    Every engine is asked, so that all end alike, and an end of theirs is not taken for a server's fault.
+    Every engine is asked, so that all end alike, and an end of theirs is not taken for a server's fault. An ordinary
+    token that config.json alone names is hardly meant: it may be the default of a class with another vocabulary.
 
     Raises:
-        UserError: a file is not JSON, is refused by transformers, or names something that is no token.
+        UserError: a file is not JSON, is refused by transformers, or names something that is no token; or the engine
+            would end completions at such an ordinary token.
     """
-    found = _named_ends(GenerationConfig, Path(hf_path) / "generation_config.json")
-    found += _named_ends(AutoConfig, Path(hf_path) / "config.json")
+    generation, config = Path(hf_path) / "generation_config.json", Path(hf_path) / "config.json"
+    found = _named_ends(GenerationConfig, generation)
+    reads_config = engine == "sglang" or (engine == "vllm" and not generation.is_file())
+    meant = {*found, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    for token in _named_ends(AutoConfig, config):
+        if token in meant:
+            found.append(token)
+        elif reads_config and token < len(tokenizer):
+            raise UserError(
+                f"{config}: {engine} would end completions at '{tokenizer.decode([token])}', token {token}, which the"
+                " file names or which is the default of its model_type: write the model's own eos_token_id into it"
+            )
     added = tokenizer.get_added_vocab()
     found += [added[name] for name in _ENDS_OF_SGLANG if name in added]
     # ids that the tokenizer lacks (the file may belong to another one) can never be generated

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dppo_megatron.checkpoint.checkpoint_dir import named, read_manifest, read_own, step_name
 from dppo_megatron.config.changes import saved_values
-from dppo_megatron.config.load import read_config
+from dppo_megatron.config.load import config_from_values
 from dppo_megatron.config.paths import in_short
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.config.schema import Config
@@ -45,7 +45,8 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
     """
     check_alone()
     directory = Path(given.model)
-    every = (saved_values(directory / "config.yaml").get("checkpoint") or {}).get("every_steps", 0)
+    saved, where = saved_values(directory / "config.yaml"), str(directory / "config.yaml")
+    every = (saved.get("checkpoint") or {}).get("every_steps", 0)
     if not every:
         raise UserError(
             f"'{directory}' saves no checkpoint before its end (checkpoint.every_steps = 0), so there is nothing to"
@@ -53,7 +54,7 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
         )
     config, out, said = prepare(given)
     if given.out is None:
-        _check_same_scores(config, read_config(str(directory / "config.yaml"), []))
+        _check_same_scores(config, config_from_values(saved, where, keep_references=False))
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, said)) as used:
         follower = _Follower(used, directory / "checkpoints", run, out, every)

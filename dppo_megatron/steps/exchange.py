@@ -22,21 +22,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dppo_megatron.algorithms.token_values import OwnTokens
-from dppo_megatron.distributed import gather_all, rank, said_by_each_rank
+from dppo_megatron.algorithms.token_values import Column, OwnTokens
+from dppo_megatron.distributed import gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.steps.step import Update, UpdatePlan, sample_of
-from dppo_megatron.types import Completion, ExpertArray, ExpertChoices, Group, IntArray, RolloutPrompt, TrainSample
-
-Column: TypeAlias = npt.NDArray[np.float32]
-"""[completion tokens] one 4-byte value a token."""
+from dppo_megatron.types import (
+    Completion,
+    ExpertArray,
+    ExpertChoices,
+    Group,
+    IntArray,
+    RolloutPrompt,
+    RunAborted,
+    TrainSample,
+    UserError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +138,9 @@ def exchange(
         groups: position in the step -> group, those that this rank holds.
         holders: [K] the rank that holds each group.
         tokens: what the tokens of each completion count, asked by its holder; None: as the completion does.
+
+    Raises:
+        RunAborted: `tokens` has answered a rank what cannot be trained on.
     """
     prompt_tokens = np.array([len(item.prompt.token_ids) for item in selected], np.int64)
     width = 2 + (len(tokens.given) if tokens is not None else 0)
@@ -148,8 +157,13 @@ def exchange(
             columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]])).values()
         return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
-    with said_by_each_rank():
-        here = {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
+    here, wrong = dict[int, list[Column]](), list[str]()
+    try:
+        here |= {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
+    except UserError as error:
+        wrong.append(str(error))
+    if tokens is not None and (said := gather_all(wrong)):  # by all ranks, so that what is done can be saved
+        raise on_every_rank(RunAborted(f"step {tokens.step}: {said[0]}"))
     _by_nodes(parcels, here, replicas)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
     for index in mine.tolist():

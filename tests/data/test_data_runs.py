@@ -173,6 +173,7 @@ def test_what_may_change() -> None:
             check_data(saved, now, [given], "c")
     said = "tokens at which completions also end: {} -> [3]"
     assert check_data(saved | {"ends": [3]}, saved | {"ends": [3]}, [], "c") == []
+    assert check_data(saved, saved | {"ends": []}, [], "c") == []  # not noted, and there were none to note
     assert check_data(saved | {"ends": []}, saved | {"ends": [3]}, [], "c") == [said.format("[]")]
     assert check_data(saved, saved | {"ends": [3]}, [], "c") == [said.format("not noted there")]
     swapped = {"train": dict(reversed(saved["train"].items())), "eval": {}}

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from chat_tokenizer import TEMPLATE, chat_tokenizer
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.ranges import check_ranges
@@ -306,9 +309,10 @@ def test_a_worked_solution_is_the_last_of_its_messages(tmp_path: Path) -> None:
 
 
 def _stops(
-    tmp_path: Path, tokenizer: Any, *, chat: bool, generation: Any = None, own: tuple[int, ...] = ()
+    tmp_path: Path, tokenizer: Any, *, chat: bool, generation: Any = None, own: tuple[int, ...] = (), engine: Any = "hf"
 ) -> list[str]:
     config = Config()
+    config.rollout.engine = engine
     config.model.hf_path = str(tmp_path)
     config.rollout.sampling.stop_token_ids = list(own)
     config.data.train_sets = {"s": TrainSetConfig(path="x", apply_chat_template=chat)}
@@ -353,6 +357,29 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{oops")
     with pytest.raises(UserError, match=r"generation_config.json: transformers refuses it: .*not a valid JSON"):
         _stops(tmp_path, base, chat=False)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "llama"}, {"model_type": "qwen3", "eos_token_id": [2, 3]}])
+def test_an_ordinary_token_is_no_end_by_config_json_alone(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Llama's class names token 2 where the file names none: '#' in this vocabulary. An engine that would end there
+    unasked is refused; with a generation_config.json that is SGLang alone, unless that names the token too."""
+    words = Tokenizer(WordLevel({"<eos>": 0, "a": 1, "#": 2, "<end>": 3}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", additional_special_tokens=["<end>"], unk_token="a"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    special = ["<end>"] if "eos_token_id" in config else []
+    refusal = r"/config.json: {} would end completions at '#', token 2, .*: write the model's own eos_token_id into it"
+    assert _stops(tmp_path, tokenizer, chat=False) == special
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(UserError, match=refusal.format(engine)):
+            _stops(tmp_path, tokenizer, chat=False, engine=engine)
+    for engine in ("hf", "vllm"):
+        assert _stops(tmp_path, tokenizer, chat=False, engine=engine, generation={"eos_token_id": 3}) == ["<end>"]
+    with pytest.raises(UserError, match=refusal.format("sglang")):
+        _stops(tmp_path, tokenizer, chat=False, engine="sglang")
+    meant = {"eos_token_id": [3, 2]}
+    assert _stops(tmp_path, tokenizer, chat=False, engine="sglang", generation=meant) == ["<end>", "#"]
 
 
 def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

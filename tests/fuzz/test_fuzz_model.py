@@ -283,12 +283,16 @@ def _read(directory: Path, where: str) -> tuple[Architecture | None, WeightReade
 
 
 def _compare_generation(directory: Path, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Ends of sequence, and the prompt that the chat template makes, as transformers has them."""
-    stops = model_ends(str(directory), tokenizer)
+    """Ends of sequence, and the prompt that the chat template makes, as transformers has them; of config.json special
+    tokens alone."""
+    stops = model_ends(str(directory), tokenizer, "hf")
     kinds = [*([GenerationConfig] if (directory / GENERATION).exists() else []), AutoConfig]
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     listed: list[int] = []
-    for theirs in (kind.from_pretrained(directory).eos_token_id for kind in kinds):
-        listed += theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    for kind in kinds:
+        theirs = kind.from_pretrained(directory).eos_token_id
+        named = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+        listed += [one for one in named if kind is GenerationConfig or one in special]
     assert stops == [one for one in dict.fromkeys(listed) if one < len(tokenizer) and one != tokenizer.eos_token_id], (
         where
     )

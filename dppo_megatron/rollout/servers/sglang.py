@@ -69,7 +69,7 @@ shapes under the same names. /update_weights_from_disk has no such field (0.5.23
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
 started with our file, which reports them."""
-_OWN_CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
+_OWN_CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8", "NCCL_ALGO": "allreduce:tree"}
 """The same of a deterministic server of several tensor-parallel workers (srt/arg_groups/attention_hook.py)."""
 
 

@@ -42,7 +42,8 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
         run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
         parts += _sample_data(number, samples)
-    about = {"runs": [_data(run) for run in runs], "defaults": default_settings(), "legend": LEGEND}
+    defaults = default_settings({key for run in runs for key in run.settings})
+    about = {"runs": [_data(run) for run in runs], "defaults": defaults, "legend": LEGEND}
     parts.insert(0, script_data("report-data", about))
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 

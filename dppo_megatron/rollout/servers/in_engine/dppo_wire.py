@@ -224,9 +224,11 @@ def map_memory(memory: dict[str, Any]) -> torch.Tensor:
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
 """What NCCL takes where the variable is not set: on, if the device can."""
-NCCL_PINNED = {"NCCL_MIN_NCHANNELS": "-2", "NCCL_MAX_NCHANNELS": "-2", "NCCL_PROTO": ""}
+NCCL_PINNED = {"NCCL_MIN_NCHANNELS": "-2", "NCCL_MAX_NCHANNELS": "-2"}
+NCCL_PINNED |= {"NCCL_PROTO": "", "NCCL_ALGO": "", "NCCL_NTHREADS": ""}
 """What engines set to sum in one order: SGLang 0.5.23 with --enable-deterministic-inference and --tp-size above 1, vLLM
-0.32.0 with VLLM_BATCH_INVARIANT. Each member of a communicator goes by its own and asks no other; defaults as above."""
+0.32.0 with VLLM_BATCH_INVARIANT. Each member of a communicator goes by its own and asks no other; defaults as above.
+NCCL_ALGO that names all-reduces alone leaves other collectives none from NCCL 2.31 on, as vLLM says."""
 
 
 def nccl_settings() -> dict[str, str]:
