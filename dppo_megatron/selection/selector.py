@@ -309,13 +309,12 @@ class Selector:
         others: tuple[BiasSource, ...],
     ) -> list[BiasSource]:
         """Of the prompts as planned (`offered`: refills too), groups, `others`, and completions, whose expected weights
-        are [K, G]. Of a refuted draw E[weight] is not known."""
-        of_prompts = None if self._declared[0].refuted else offered.expected_weight[offered.kept, None]
-        sources = [BiasSource(planned.ledger, of_prompts, lost=int((offered.inclusion_prob == 0).sum()))]
+        are [K, G]."""
+        of_prompts, lost = offered.expected_weight[offered.kept, None], int((offered.inclusion_prob == 0).sum())
+        sources = [BiasSource.of_draw(planned.ledger, of_prompts, self._declared[0].refuted, lost)]
         if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
             sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
-        last = BiasSource(completions.ledger, None if self._declared[1].refuted else expected)
-        return [*sources, *others, last]
+        return [*sources, *others, BiasSource.of_draw(completions.ledger, expected, self._declared[1].refuted)]
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What the step cost; lines for the log if a rate moved. Once each step, also where an update was skipped."""

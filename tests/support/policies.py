@@ -98,6 +98,14 @@ class FlatScore(DppoPromptPolicy):
         return np.ones(len(ids))
 
 
+class Whole(CustomCompletionPolicy):
+    """A design of its own: groups are kept or left out as a whole, by coins of one half."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(batch), 0.5)
+        return Draw(uniforms(self.seed, "coins", batch.prompt_index, step, minibatch) < pi, pi, fixed_size=False)
+
+
 class Longer(CustomCompletionPolicy):
     """Probabilities: long completions more often."""
 
