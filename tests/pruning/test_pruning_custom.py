@@ -172,10 +172,12 @@ def _play(selector: Selector, steps: range) -> list[np.ndarray]:
     return weights
 
 
-def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Hoarder", "Curious"])
+def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -> None:
     """Else no checkpoint of the run could be written, or none be read: a defaultdict, a named tuple, numpy's scalars as
-    keys and values, and keys that were not there at the start. A new selector goes on as the old one."""
-    settings = selection_settings(_config(OWN + "Hoarder"))
+    keys and values, and keys that were not there at the start. A new selector goes on as the old one, also where the
+    policy took an array of the history when it was made."""
+    settings = selection_settings(_config(OWN + name))
     whole, resumed = Selector(settings, 8), Selector(settings, 8)
     _play(whole, range(1, 4))
     write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})
