@@ -191,6 +191,9 @@ class Selector:
         prompts, sampled = join(of.chosen), rollouts.lengths
         if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
             raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
+        asked = was_asked(rollouts, prompts.size)
+        if rollouts.stands_for is not None:  # what was never asked for was not stopped either
+            rollouts = replace(rollouts, stands_for=np.where(asked, rollouts.stands_for, 1.0))
         rollouts = with_lengths(rollouts, self._coefficients.mean_length)
         found = prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm
         check_outcomes(*found, in_unit=self._in_unit)
@@ -202,7 +205,6 @@ class Selector:
         denominator, divided = self._denominator(rollouts, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
-        asked = was_asked(rollouts, prompts.size)
         squared = rollouts.counted(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
         moment = squared.sum(axis=1) * self._usual_moment(prompts)
