@@ -413,6 +413,10 @@ def _of_the_largest(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return clip(replace(batch, logprobs=logprobs), config)
 
 
+def _of_a_reference(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    return TokenLoss(clip(batch, config).loss * (batch.logprobs - batch.reference_logprobs).exp())
+
+
 def _of_the_token_before(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     """Of another sequence where the prompt has one token."""
     return TokenLoss(clip(batch, config).loss + 0.01 * torch.roll(batch.logprobs, 1) * batch.advantages)
@@ -435,6 +439,7 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_raises, "raised AttributeError on a small made-up batch"),
         (_named_as_ours, "train/entropy is the trainer's"),
         (_clips_gradients, "its gradient is not in proportion to the weights"),
+        (_of_a_reference, r"reads batch\.reference_logprobs, which are 0 while objective\.kl\.coef = 0"),
         (_of_the_token_before, "changes with what else is in the micro-batch"),
         (_of_the_largest, "its gradient is not in proportion to the weights"),
         (_with_own_kl, "set objective.zero_advantage_slope"),
@@ -471,6 +476,7 @@ def test_a_right_loss_of_ones_own_passes() -> None:
     config = ObjectiveConfig(function="mine:loss")
     check_policy_loss(clip, config)
     check_policy_loss(_with_own_kl, replace(config, zero_advantage_slope=0.1))
+    check_policy_loss(_of_a_reference, replace(config, kl=KLConfig(coef=1e-9)))
 
 
 def test_a_reference_may_have_other_layers_that_predict_several_tokens(tmp_path: Path) -> None:

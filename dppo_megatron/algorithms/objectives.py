@@ -147,8 +147,8 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
     Raises:
         UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
             finite, changes its arguments, answers differently when asked again, looks at other sequences or at padding,
-            has a gradient out of proportion to weights, or moves completions with advantage 0 while the settings say
-            that it does not.
+            has a gradient out of proportion to weights, reads a reference that there is none of, or moves completions
+            with advantage 0 while the settings say that it does not.
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     first = trial.answer(_made_up(0))
@@ -163,6 +163,12 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
                 "has a gradient where the advantage is 0, and completion pruning drops such completions as if they had"
                 " none; set objective.zero_advantage_slope to about the size of that gradient in the log-probability (a"
                 " KL term c * kl has about c)"
+            )
+        without = trial.answer([one.index_fill(0, torch.tensor(4), 0.0) for one in _made_up(number)], padding)
+        if config.kl.coef == 0 and not torch.equal(without, trial.answer(_made_up(number), padding)):
+            trial.refuse(
+                "reads batch.reference_logprobs, which are 0 while objective.kl.coef = 0; use objective.kl instead, or"
+                " set kl.coef to 1e-9 beside it to have a reference"
             )
     trial.check_same(first, _made_up(0), 0)
 

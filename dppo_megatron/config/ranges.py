@@ -14,7 +14,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dppo_megatron.config.other_names import meant
 from dppo_megatron.types import UserError
@@ -86,10 +88,13 @@ def ranged(default: T, interval: str, *, why: str = "", free_at_resume: bool = F
 
 
 def check_ranges(section: Any, prefix: str = "") -> None:
-    """Raise `UserError` for the first number of `section`, or of a section in it, that is out of its range."""
+    """Raise `UserError` for the first number of `section`, or of a section in it, that is out of its range, and for a
+    choice that is none."""
     for key, value, allowed in numbers(section, prefix):
         if allowed is not None and value not in allowed:
             raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
+    if is_dataclass(section):
+        _check_choices(section, prefix)
 
 
 def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> None:
@@ -98,6 +103,21 @@ def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> 
         said = meant(key, value, known)
         hint = f"{said}{' ' if said.endswith('?') else '; '}" if said else ""
         raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")
+
+
+def _check_choices(section: Any, key: str) -> None:
+    """Those of a settings class; a file's are checked where it is read, but not what a library's user writes."""
+    hints = _hints(type(section))
+    for item in fields(section):
+        value, hint, name = getattr(section, item.name), hints[item.name], f"{key}{item.name}"
+        for arm in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+            if get_origin(arm) is Literal and value is not None:
+                check_choice(name, str(value), get_args(arm))
+        if is_dataclass(value):
+            _check_choices(value, f"{name}.")
+
+
+_hints = cache(get_type_hints)
 
 
 def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, Range | None]]:

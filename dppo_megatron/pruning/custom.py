@@ -217,7 +217,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         choice = self._ask(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
             self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
-            return weigh_by(self, choice)
+            return weigh_by(self, choice, pairs_known=False)
         if choice.dtype == np.bool_:
             self.kind = "a pick"
             return _picked(choice.astype(np.bool_), self.name)
@@ -253,13 +253,12 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
             self._check_support(choice, live)
-            drawn = choice
+            return weigh_by(self, choice, label=self._label_of(choice), score=score, pairs_known=False)
         elif choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         else:
             pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
-            drawn = self._draw(batch, pi, counters)
-        return weigh_by(self, drawn, label=self._label_of(choice), score=score)
+            return weigh_by(self, self._draw(batch, pi, counters), label=self._label_of(choice), score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self._label_of(self._chosen(batch, *counters))

@@ -129,7 +129,8 @@ class PromptHistory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; raises ValueError on other keys, types or another number of prompts."""
-        self.arrays = restored(self.arrays, state, "the pruning history")
+        for name, array in restored(self.arrays, state, "the pruning history").items():
+            self.arrays[name][:] = array  # in place: a user's policy may have taken an array when it was made
 
 
 def check_ids(ids: IntArray, num_prompts: int) -> IntArray:

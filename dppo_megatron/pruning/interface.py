@@ -113,7 +113,7 @@ class Selection:
     effect: Effect | None = None
     """What skipping has done to the gradient's variance so far; None: not measured."""
     mean_weight: FloatArray | None = None
-    """[n] E[weight] over the draws; None: 1, or there is no gradient."""
+    """[n] E[weight] over the draws; None: 1, or there is no gradient. NaN: not known."""
     again: Callable[[np.random.Generator, int], FloatArray] | None = None
     """Weights [count, n] of further draws; None: not drawn by known probabilities."""
 

@@ -60,6 +60,7 @@ def weigh(
     note: str = "",
     label: Label | None = None,
     score: FloatArray | None = None,
+    pairs_known: bool = True,
 ) -> Selection:
     """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
 
@@ -69,15 +70,22 @@ def weigh(
         label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
             probabilities and the design. Never from what was kept.
         score: [n], for the growth of the variance; None: all alike.
+        pairs_known: the draw can be made again; not a user's own, of which only single rows' probabilities are known.
+            A ratio form's mean rests on which rows are kept together: of one group, kept or not as a whole, independent
+            coins say 0.06 of bias where it is 0.51.
     """
     note = "; ".join(filter(None, (note, _cap_note(draw, estimator, max_weight))))
     label = label or label_of_draw(draw, estimator, max_weight)
     selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, note, score)
-    return replace(
-        selection,
-        mean_weight=None if label in ("exact", "unbiased") else mean_weight(draw, estimator, max_weight),
-        again=lambda rng, count: _weights(draw.again(rng, count), estimator, max_weight),
-    )
+    mean: FloatArray | None = None
+    if label not in ("exact", "unbiased"):
+        known = pairs_known or _is_inverse(estimator, draw.fixed_size)
+        mean = mean_weight(draw, estimator, max_weight) if known else np.full(len(draw.kept), np.nan)
+
+    def again(rng: np.random.Generator, count: int) -> FloatArray:
+        return _weights(draw.again(rng, count), estimator, max_weight)
+
+    return replace(selection, mean_weight=mean, again=again if pairs_known else None)
 
 
 def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:

@@ -36,6 +36,15 @@ class BiasSource:
     unknown: str = "the skipping has no known probabilities"
     """Why the factor is not known."""
 
+    @classmethod
+    def of_draw(cls, rows: tuple[LedgerRow, ...], mean_weight: FloatArray, refuted: str, lost: int = 0) -> BiasSource:
+        """Of a refuted draw E[weight] is not known, nor where it rests on the pairs of a user's own (NaN)."""
+        if refuted:
+            return cls(rows, lost=lost)
+        if np.isnan(mean_weight).any():
+            return cls(rows, lost=lost, unknown="which rows a design of your own keeps together is not known")
+        return cls(rows, mean_weight, lost)
+
 
 def sized(
     sources: Sequence[BiasSource], squared: FloatArray, prompt_prob: FloatArray

@@ -190,6 +190,9 @@ class Selector:
         prompts, sampled = join(of.chosen), rollouts.lengths
         if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
             raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
+        asked = was_asked(rollouts, prompts.size)
+        if rollouts.stands_for is not None:  # what was never asked for was not stopped either
+            rollouts = replace(rollouts, stands_for=np.where(asked, rollouts.stands_for, 1.0))
         rollouts = with_lengths(rollouts, self._coefficients.mean_length)
         found = prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm
         check_outcomes(*found, in_unit=self._in_unit)
@@ -201,7 +204,6 @@ class Selector:
         denominator, divided = self._denominator(rollouts, minibatch, groups, of, prompts)
         # without the prompt's weight, or the weight would feed back into the score that makes the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
-        asked = was_asked(rollouts, prompts.size)
         squared = rollouts.counted(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
         moment = squared.sum(axis=1) * self._usual_moment(prompts)
@@ -307,13 +309,12 @@ class Selector:
         others: tuple[BiasSource, ...],
     ) -> list[BiasSource]:
         """Of the prompts as planned (`offered`: refills too), groups, `others`, and completions, whose expected weights
-        are [K, G]. Of a refuted draw E[weight] is not known."""
-        of_prompts = None if self._declared[0].refuted else offered.expected_weight[offered.kept, None]
-        sources = [BiasSource(planned.ledger, of_prompts, lost=int((offered.inclusion_prob == 0).sum()))]
+        are [K, G]."""
+        of_prompts, lost = offered.expected_weight[offered.kept, None], int((offered.inclusion_prob == 0).sum())
+        sources = [BiasSource.of_draw(planned.ledger, of_prompts, self._declared[0].refuted, lost)]
         if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
             sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
-        last = BiasSource(completions.ledger, None if self._declared[1].refuted else expected)
-        return [*sources, *others, last]
+        return [*sources, *others, BiasSource.of_draw(completions.ledger, expected, self._declared[1].refuted)]
 
     def feedback(self, cost: StepCost) -> list[str]:
         """What the step cost; lines for the log if a rate moved. Once each step, also where an update was skipped."""

@@ -75,6 +75,10 @@ def make_config(rng: np.random.Generator) -> Config:
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
         one(0, 1)  # was a setting's that is gone: all other settings of a case stay what they were
+    if pruning.prompt.method == "label_configs:OwnCoins":  # whose probabilities may not be below the floor
+        pruning.prompt.min_inclusion_prob = min(pruning.prompt.min_inclusion_prob, 0.7)
+    if pruning.completion.method == "label_configs:OwnHalf":
+        pruning.completion.min_inclusion_prob = min(pruning.completion.min_inclusion_prob, 0.5)
     pruning.prompt.score = one("fit", "fit", "beta", "mean_abs", "rms")
     pruning.completion.rate = one(pruning.completion.rate, pruning.completion.rate, pruning.completion.rate, None)
     pruning.prompt.discount, pruning.prompt.prior = one(0.7, 0.7, 0.3, 1.0), one(0.5, 0.5, 2.0)

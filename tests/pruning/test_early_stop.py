@@ -5,6 +5,7 @@ That labels are true is a matter of `test_pruning_labels.py`, that the gradient 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,7 +186,7 @@ def test_what_is_known_of_prompts_is_not_that_of_short_answers() -> None:
 
 def test_a_length_is_learnt_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of groups of 4 and 12, as wide as 16. By their mates that ended, those that nobody asked for would have 2 tokens
-    for the 7.8 of all."""
+    for the 7.8 of all. What a caller says those stand for does not matter: as 0 they were stopped ones of the group."""
     settings = _settings()
     settings.pruning.prompt.method, settings.pruning.prompt.group_size_factor = "dppo", 2.0
     early, rng, learnt = settings.pruning.early_stop, np.random.default_rng(0), []
@@ -197,16 +198,16 @@ def test_a_length_is_learnt_of_what_was_asked_for(monkeypatch: pytest.MonkeyPatc
         draw = selector.begin(1)
         assert sorted({*draw.size.tolist()}) == [4, 12] and draw.limits.shape == (16, 16)
         table, asked = _skewed(rng, draw.limits, early), np.arange(16) < draw.size[:, None]
-        selector.finish(
-            Rollouts(
-                np.where(asked, table.rewards, np.nan),
-                np.where(asked, table.lengths, 0),
-                np.where(asked, table.logit_grad_norm, 0.0),
-                unfinished=~asked | table.stopped,
-                stands_for=np.where(asked, table.stands_for, 1.0),
-            ),
-            1,
+        rollouts = Rollouts(
+            np.where(asked, table.rewards, np.nan),
+            np.where(asked, table.lengths, 0),
+            np.where(asked, table.logit_grad_norm, 0.0),
+            unfinished=~asked | table.stopped,
+            stands_for=np.where(asked, table.stands_for, 1.0),
         )
+        given = replace(rollouts, stands_for=np.where(asked, table.stands_for, 0.0))
+        zero, usual = selector.finish(given, 1), selector.finish(rollouts, 1)
+        assert np.array_equal(zero.weight, usual.weight) and np.array_equal(zero.advantages, usual.advantages)
         selector.feedback(StepCost(1, 1.0, 1.0, 0.0))
         learnt.append(selector._coefficients.mean_length)
     assert np.mean(learnt) == pytest.approx(7.8, abs=4 * np.std(learnt) / len(learnt) ** 0.5)

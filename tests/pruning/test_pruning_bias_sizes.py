@@ -90,7 +90,10 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
         if not case.selector._coefficients.same_at_any_size:  # then that row has no size, and nor has the whole
             rewards = np.nan_to_num(rewards)
         case = replace(case, outcomes=replace(case.outcomes, rewards=rewards, by_chance=lost))
-        names = tuple(name for name in sources(case.run()) if name != "rollout/missing")
+        decision = case.run()
+        names = tuple(name for name in sources(decision) if name != "rollout/missing")
+        if any("a design of your own" in row.note for row in decision.ledger):  # said to be of unknown size
+            continue
         if not names or is_resampled(case) or _SIZELESS & set(names):
             continue
         expected = [expectation(case)]

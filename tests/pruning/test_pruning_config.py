@@ -15,10 +15,12 @@ from dppo_megatron.config.objective import ObjectiveConfig
 from dppo_megatron.config.pruning import CompletionPruningConfig, PromptPruningConfig, PruningConfig
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.schema import Config
+from dppo_megatron.config.selection import SelectionSettings
 from dppo_megatron.job import check_settings
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.pruning import make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES, check_methods
+from dppo_megatron.selection import Selector
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
 
@@ -190,3 +192,26 @@ def test_the_page_shows_which_method_reads_a_setting(level, setting, readers):
     shown = hook["on_page_markdown"](page, None, None, None)
     row = f"| `{setting}` | " + ", ".join(f"`{name}`" for name in readers.split(", ")) + " |"
     assert row in shown.partition(f"| `pruning.{level}.` | read by |")[2].partition("\n\n")[0].splitlines()
+
+
+def _settings_of(**objective):
+    objective = ObjectiveConfig(**objective)
+    sizes = {"prompts_per_step": 4, "completions_per_prompt": 4, "total_steps": 9, "max_completion_tokens": 20}
+    return SelectionSettings(**sizes, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Selector(_settings_of(advantage="grpo"), 8), r"objective\.advantage = 'grpo': .*advantage=group_std"),
+        (lambda: Selector(_settings_of(normalization="mean"), 8), r"objective\.normalization = 'mean': no such choice"),
+        (
+            lambda: make_completion_policy(CompletionPruningConfig(estimator="HT"), seed=0, total_steps=9),
+            r"pruning\.completion\.estimator = 'HT': no such choice; known: ht, fixed_size_ht, hajek",
+        ),
+    ],
+)
+def test_choices_of_a_librarys_user_are_checked(make, message):
+    """No file is read, where they would be: `grpo` was group_mean, `mean` sequence_mean, both labelled exact."""
+    with pytest.raises(UserError, match=message):
+        make()

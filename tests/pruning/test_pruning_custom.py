@@ -89,6 +89,24 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
     assert check(_case(config, 1)) == label
 
 
+@pytest.mark.parametrize(
+    ("level", "estimator"), [("prompt", "hajek"), ("completion", "hajek"), ("completion", "fixed_size_ht")]
+)
+def test_a_ratio_over_a_design_of_ones_own_has_no_size(level: str, estimator: str) -> None:
+    """Its mean weight rests on what is kept together, which probabilities of single rows do not say."""
+    config = _config(
+        **{"prompt": "none", "completion": "none"} | {level: OWN + ("Coins" if level == "prompt" else "Whole")}
+    )
+    getattr(config.pruning, level).estimator = estimator
+    case = _case(config, 1)
+    decision = case.run()
+    [row] = [row for row in decision.ledger if row.name.startswith(level)]
+    assert (
+        row.label == "ratio" and row.bias_estimate is None and "bias of unknown size: which rows a design" in row.note
+    )
+    assert "prune/bias_estimate" not in decision.metrics
+
+
 def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
     """Its coins are its own, so they cannot be enumerated: over 4,000 steps the mean weight of each prompt is 1, within
     5 standard errors of sqrt((1 / 0.7 - 1) / 4000) = 0.0104."""
@@ -154,10 +172,12 @@ def _play(selector: Selector, steps: range) -> list[np.ndarray]:
     return weights
 
 
-def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Hoarder", "Curious"])
+def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -> None:
     """Else no checkpoint of the run could be written, or none be read: a defaultdict, a named tuple, numpy's scalars as
-    keys and values, and keys that were not there at the start. A new selector goes on as the old one."""
-    settings = selection_settings(_config(OWN + "Hoarder"))
+    keys and values, and keys that were not there at the start. A new selector goes on as the old one, also where the
+    policy took an array of the history when it was made."""
+    settings = selection_settings(_config(OWN + name))
     whole, resumed = Selector(settings, 8), Selector(settings, 8)
     _play(whole, range(1, 4))
     write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})

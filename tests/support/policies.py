@@ -23,10 +23,11 @@ class Curious(CustomPromptPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.tries: dict[str, int] = {}
+        self.variance = self.history.arrays["variance"]  # once and for all, also over a resume
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
         tries = np.array([self.tries.get(str(prompt), 0) for prompt in prompt_index.tolist()])
-        varied = self.history.arrays["variance"][prompt_index] > 0
+        varied = self.variance[prompt_index] > 0
         return np.where(varied, 1.0, 0.9 ** (1.0 + tries))
 
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
@@ -96,6 +97,14 @@ class FlatScore(DppoPromptPolicy):
 
     def _score(self, ids: IntArray, step: int) -> FloatArray:
         return np.ones(len(ids))
+
+
+class Whole(CustomCompletionPolicy):
+    """A design of its own: groups are kept or left out as a whole, by coins of one half."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(batch), 0.5)
+        return Draw(uniforms(self.seed, "coins", batch.prompt_index, step, minibatch) < pi, pi, fixed_size=False)
 
 
 class Longer(CustomCompletionPolicy):
