@@ -78,6 +78,8 @@ def _differ(gold: str, other: str) -> bool:
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
+    if sorted(gold.split("*")) == sorted(other.split("*")):  # the dot product of a and b, and of b and a
+        return False
     if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
         return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))

@@ -58,11 +58,13 @@ _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|whe
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
+_ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    rf"|{_ARROW}\s*\*\s*{_ARROW}"
     r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
