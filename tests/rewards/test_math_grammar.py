@@ -229,7 +229,34 @@ CASES = [
     case(r"\hat p=2", ["2"], [r"\bar p=2", r"\vec p=2"]),
     case(r"\overrightarrow{AB}", [r"\vec{AB}"], [r"\overline{AB}", r"\vec{BA}"]),
     case("l:w=3:2", ["3:2", "l:w=6:4"], ["w:l=3:2"]),
-    case(r"2\mathbf{i}-3\mathbf{j}", [r"2\hat{i}-3\hat{j}", "(2,-3)"], [r"2\hat{i}+3\hat{j}", r"2\hat{i}-3\hat{k}"]),
+    case(
+        r"2\mathbf{i}-3\mathbf{j}",
+        [
+            r"2\hat{i}-3\hat{j}",
+            "(2,-3)",
+            r"\begin{pmatrix}2\\-3\end{pmatrix}",
+            r"\begin{bmatrix}2&-3\end{bmatrix}",
+            r"-\begin{pmatrix}-2\\3\end{pmatrix}",
+        ],
+        [
+            r"2\hat{i}+3\hat{j}",
+            r"2\hat{i}-3\hat{k}",
+            r"\begin{pmatrix}-3\\2\end{pmatrix}",
+            r"\begin{pmatrix}2\\-3\\1\end{pmatrix}",
+            r"\begin{pmatrix}2&-3\\0&0\end{pmatrix}",
+        ],
+    ),
+    case(
+        r"\begin{pmatrix}2\\-3\\1\end{pmatrix}",
+        [r"2\mathbf{i}-3\mathbf{j}+\mathbf{k}", r"\hat k+2\hat i-3\hat j"],
+        [r"2\mathbf{i}-3\mathbf{j}", r"2\mathbf{i}-3\mathbf{j}-\mathbf{k}", "2i-3j+k"],
+    ),
+    case(
+        r"\begin{bmatrix}2&-3\end{bmatrix}",
+        [r"2\hat{\imath}-3\hat{\jmath}"],
+        [r"2\hat{i}\hat{j}-3", r"2\hat{j}-3\hat{i}"],
+    ),
+    case(r"\begin{pmatrix}1&0\\0&1\end{pmatrix}", [], [r"\hat i+\hat j", r"\hat i+\hat k"]),
     case(r"(1,1)", [r"\hat\imath+\hat{\jmath}"], ["i+j", r"\hat i\hat j", r"\hat i+\hat j+1"]),
     case("-1", ["i^2"], [r"\hat i\cdot\hat i"]),
     case(

@@ -157,7 +157,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
         for row, plain in ((gold, other), (other, gold)):
-            if isinstance(row, AnswerList) and row.kind == "tuple" and isinstance(plain, Value):
+            if isinstance(row, AnswerList) and row.kind in ("tuple", "grid") and isinstance(plain, Value):
                 return _is_sum_of(row, plain, rules)
         ours, theirs = (
             row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
@@ -190,10 +190,13 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
-    """2 i - 3 j, of unit vectors, and (2, -3)."""
+    """2 i - 3 j, of unit vectors, and (2, -3), also as a column or a row."""
     letters = tuple(f"hat:{letter}" for letter in "ijk")
-    sides = [item.node for item in point.items if isinstance(item, Value)]
-    if len(sides) < len(point.items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+    rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
+    is_line = min(len(rows), *map(len, rows)) == 1 if rows else True
+    items = [*itertools.chain(*rows)] or point.items
+    sides = [item.node for item in items if isinstance(item, Value)]
+    if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
         return False
     parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
     return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
