@@ -364,7 +364,7 @@ CASES = [
         ],
     ),
     case("5", [r"5 \text{ sheep}"], [r"5 \text{ halved}", r"5 \text{ sheepish}"]),
-    case("1", [r"1 \text{ apple}"], [r"1 \text{ halved}", r"1 \text{ possible}"]),
+    case("1", ["1 apple", "1 point"], [r"1 \text{ halved}", r"1 \text{ possible}", "1 negative", r"1\text{ short}"]),
     # letters that may be quantities are no unit: the reference is a product
     case(r"\frac13mL^2", [r"\frac{mL^2}{3}"], [r"\frac13", "1/3"]),
     case("3nL", ["3Ln"], ["3"]),
@@ -375,7 +375,10 @@ CASES = [
     case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
     case(r"5 \text{ ways}", ["5"], [r"5\%"]),
     case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
-    case(r"9 \text{ p.m.}", ["21:00"], [r"9 \text{ hours}", r"9\%"]),
+    case(r"9 \text{ p.m.}", ["21:00", "09:00 PM"], [r"9 \text{ hours}", r"9\%", "21 00", "09:00 am"]),
+    case("4:30 p.m.", ["04:30 PM", "16:30"], ["16 30", "16,30", "04:30 AM", "4:30"]),
+    case("9:05 a.m.", ["09:05 am"], ["09:50 am", "9 05", "13:05 am"]),
+    case(r"\lambda=2,\lambda=3", [r"\lambda_1=2,\lambda_2=3"], [r"\lambda_1=2,\lambda_2=4", r"\mu_1=2,\mu_2=3"]),
     # an answer in a sentence
     case(
         "yes",

@@ -23,7 +23,7 @@ _EACH = 6
 """Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_COUNTED = regex(r"(?<=[xyzt])_\d+\Z")
+_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")

@@ -18,7 +18,7 @@ from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, read_compound, read_unit
+from dppo_megatron.rewards.math.units import Unit, changes, read_compound, read_unit
 
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -315,7 +315,9 @@ def _with_words(core: str, words: str) -> Answer | None:
     first, _, rest = words.strip().partition(" ")
     factor = MULTIPLIERS.get(first.lower().strip("."), 1)
     unit, value = read_unit(words if factor == 1 else rest), read_number(core)
-    if unit is None and value == 1 and not words.endswith(("ed", "ly", "ing", "ble")):  # 1 apple, not 1 halved
+    word = words.strip()
+    is_noun = not word.endswith(("ed", "ly", "ing", "ble")) and (word == "point" or not changes(word))
+    if unit is None and value == 1 and is_noun:  # 1 apple, not 1 halved
         unit = read_unit(f"{words}s")
     if unit is None:
         return None
