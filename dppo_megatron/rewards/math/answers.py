@@ -87,7 +87,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Text, folded to lower case without punctuation; a time of day, `16 30`; digits in another base, `17_8`."""
+    """Text, folded to lower case without punctuation; a time of day, `16:30`; digits in another base, `17_8`."""
 
     text: str
 

@@ -212,7 +212,7 @@ def clean(text: str) -> str:
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
-        if not _VECTOR.search(text):  # a cross product is no other one
+        if not _VECTOR.search(text):  # a cross product is no other one; what is one is known to the parser
             text = text.replace("\\times", " * ")
         for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)

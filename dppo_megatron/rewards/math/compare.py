@@ -13,7 +13,7 @@ from dppo_megatron.rewards.math import answers
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
@@ -23,7 +23,7 @@ _EACH = 6
 """Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_COUNTED = regex(r"(?<=[xyzt])_\d+\Z")
+_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
@@ -77,6 +77,8 @@ def _differ(gold: str, other: str) -> bool:
     y is f(x), and anything may be called by a letter of its own."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
+        return False
+    if sorted(gold.split("*")) == sorted(other.split("*")):  # the dot product of a and b, and of b and a
         return False
     if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
         return True
@@ -155,7 +157,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
         for row, plain in ((gold, other), (other, gold)):
-            if isinstance(row, AnswerList) and row.kind == "tuple" and isinstance(plain, Value):
+            if isinstance(row, AnswerList) and row.kind in ("tuple", "grid") and isinstance(plain, Value):
                 return _is_sum_of(row, plain, rules)
         ours, theirs = (
             row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
@@ -188,10 +190,13 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
-    """2 i - 3 j, of unit vectors, and (2, -3)."""
+    """2 i - 3 j, of unit vectors, and (2, -3), also as a column or a row."""
     letters = tuple(f"hat:{letter}" for letter in "ijk")
-    sides = [item.node for item in point.items if isinstance(item, Value)]
-    if len(sides) < len(point.items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+    rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
+    is_line = min(len(rows), *map(len, rows)) == 1 if rows else True
+    items = [*itertools.chain(*rows)] or point.items
+    sides = [item.node for item in items if isinstance(item, Value)]
+    if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
         return False
     parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
     return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
@@ -261,6 +266,9 @@ def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> b
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):
+        pairs = itertools.product(half_lines(gold), half_lines(other))
+        return any(_spans(one, two, rules) for one, two in pairs)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False

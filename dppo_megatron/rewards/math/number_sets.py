@@ -75,6 +75,16 @@ def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     return answers.Intervals((below if op in ("<", "\\le") else above,), name)
 
 
+def half_lines(answer: Answer) -> list[Answer]:
+    """The sets of x that x < a may be, or of a or of b that a < b may be; x < y is a half-plane. Others as they are."""
+    if not isinstance(answer, answers.Relation):
+        return [answer]
+    one, op, two = answer.sides[0], answer.ops[0], answer.sides[-1]
+    turned = answers.TURNED.get(op, op)
+    read = [] if op == "=" or len(answer.ops) > 1 else [(one, op, two), (two, turned, one)]
+    return [half_line(a[1], op, b) for a, op, b in read if a[0] == "s" and symbols(b).isdisjoint((a[1], *"xyz"))]
+
+
 def as_spans(answer: Answer | None) -> answers.Intervals | None:
     """The set of real numbers that an answer is, or may be where one is asked for: a pair as an open interval, numbers
     as points."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import PI, Node, Unreadable
+from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, walk
 from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
 from dppo_megatron.rewards.math.patterns import regex
@@ -111,6 +111,8 @@ class _Reader:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
                 node = self._times(node, self._signed(self._factor))
+            elif not until_function and _is_number(node) and self._take("\\times"):  # where letters may be vectors
+                node = ("*", node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
@@ -344,6 +346,11 @@ class _Reader:
     def _skip(self) -> None:
         while self.text.startswith(" ", self.position):
             self.position += 1
+
+
+def _is_number(node: Node) -> bool:
+    """Whether it holds no letter, which may be a vector's: \\mathbf{e} is read as e."""
+    return all(part == PI or part[0] not in ("s", "c") for part in walk(node))
 
 
 def _quotient(above: Node, below: Node) -> Node:

@@ -18,7 +18,7 @@ from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, read_compound, read_unit
+from dppo_megatron.rewards.math.units import Unit, changes, read_compound, read_unit
 
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -58,11 +58,13 @@ _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|whe
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
+_ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    rf"|{_ARROW}\s*\*\s*{_ARROW}"
     r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
@@ -313,7 +315,9 @@ def _with_words(core: str, words: str) -> Answer | None:
     first, _, rest = words.strip().partition(" ")
     factor = MULTIPLIERS.get(first.lower().strip("."), 1)
     unit, value = read_unit(words if factor == 1 else rest), read_number(core)
-    if unit is None and value == 1 and not words.endswith(("ed", "ly", "ing", "ble")):  # 1 apple, not 1 halved
+    word = words.strip()
+    is_noun = not word.endswith(("ed", "ly", "ing", "ble")) and (word == "point" or not changes(word))
+    if unit is None and value == 1 and is_noun:  # 1 apple, not 1 halved
         unit = read_unit(f"{words}s")
     if unit is None:
         return None

@@ -18,7 +18,7 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
-_CLOCK = regex(r"(1?\d)(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
+_CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
@@ -106,8 +106,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if (match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip())) and int(match[1]) <= 12:
-        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')} {match[2] or '00'}")
+    if match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip()):
+        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
         residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
         return answers.Named(match["name"], residues) if residues and match["name"] else residues
@@ -153,12 +153,12 @@ def read_words(text: str) -> Answer:
 def as_words(text: str) -> answers.Words | None:
     """The text as words, whatever else it might be; None if it has mathematical signs."""
     plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9' -]+", plain) else None
+    return answers.Words(plain) if re.fullmatch(r"[a-z0-9:' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:
     text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
-    return " ".join(re.sub(r"[.,;:!\"'`“”]", " ", text).lower().split())
+    return " ".join(re.sub(r"[.,;!\"'`“”]|(?<!\d):|:(?!\d\d)", " ", text).lower().split())
 
 
 def _based(digits: str, base: int) -> Answer:

@@ -146,7 +146,7 @@ def read_unit(words: str) -> Unit | None:
     if dimension or not words:
         return Unit(words, dimension, factor)
     found = re.findall("[a-z]+", words)
-    if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(_changes, found)):
+    if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(changes, found)):
         return None
     if found[0] == "per":
         return Unit("")
@@ -160,7 +160,7 @@ def read_unit(words: str) -> Unit | None:
     return Unit(words) if is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4 else None
 
 
-def _changes(word: str) -> bool:
+def changes(word: str) -> bool:
     """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
     stem = word.removesuffix("s")
     is_number = word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
