@@ -4,6 +4,9 @@ prompts, one of completions, or both under one name."""
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Protocol, TypeVar, cast
 
@@ -119,6 +122,18 @@ _MANY = 10**9
 """Steps of a trial's run, of which the first after a warm-up prunes."""
 
 
+@contextmanager
+def _draws_undone() -> Iterator[None]:
+    """Of numpy's and Python's own generators: a trial runs in the process that trains."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@_draws_undone()
 def try_own(config: PruningConfig, groups: int, size: int) -> None:
     """Make the user's own policies once before anything is loaded, and let that of completions choose among so many
     `groups` of `size`, and among none. Raises UserError."""
@@ -151,6 +166,7 @@ def try_own(config: PruningConfig, groups: int, size: int) -> None:
             raise UserError(f"{error} ({trial})") from error
 
 
+@_draws_undone()
 def try_prompts(config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int) -> None:
     """Let the user's own policy choose among `offered` of the prompts, each visited once: in the run it does so after
     the warm-up, by default an epoch later. Raises UserError."""

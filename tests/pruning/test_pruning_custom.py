@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,16 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+
+
+def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
+    """It runs in the process that trains, whose generators numpy, Python and a user's grader share."""
+    features = PromptFeatures(*[np.zeros(8, dtype=np.int64)] * 3, ("",))
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.Random(1).random(), np.random.RandomState(1).rand()
+    try_prompts(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3)
+    assert (random.random(), np.random.rand()) == expected
 
 
 def test_compare_and_simulate_know_it() -> None:

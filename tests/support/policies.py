@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -173,6 +174,18 @@ class Many(FirstHalf):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert len(self.history) > 1, "a set of one"
+
+
+class Tossing(FirstHalf):
+    """Draws from the generators that the whole process shares, whenever it is asked or told something."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        random.random()
+        return np.random.rand(len(prompt_index))
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        random.random()
+        np.random.rand()
 
 
 class Unsaved(FirstHalf):
