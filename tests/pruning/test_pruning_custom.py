@@ -294,10 +294,17 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
-    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3)
+    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3, longest=12)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+
+
+def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:
+    """Its lengths, so that a table of all there can be is enough, and what its objective makes of an advantage of 0."""
+    own = {"pruning__prompt__method": OWN + "ByLength", "pruning__completion__method": OWN + "TableOfLengths"}
+    config = job_config(write_warm_job_files(tmp_path), tmp_path / "run", **own, objective__entropy_coef=0.01)
+    prepare_job(config, 1).grade.close()
 
 
 def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
@@ -306,7 +313,7 @@ def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
-    try_prompts(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3)
+    try_prompts(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3, longest=12)
     assert (random.random(), np.random.rand()) == expected
 
 
