@@ -287,8 +287,8 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
-        least = _LEAST_KEPT if isinstance(choice, Draw) else config.min_inclusion_prob
-        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
+        least, cap = config.min_inclusion_prob, config.max_weight
+        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:

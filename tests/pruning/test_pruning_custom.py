@@ -90,6 +90,19 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
     assert check(_case(config, 1)) == label
 
 
+@pytest.mark.parametrize(("policy", "floor"), [("Longer", 0.05), ("Longer", 0.5), ("Whole", 0.05), ("Whole", 0.5)])
+def test_a_cap_is_judged_by_the_floor_of_any_kind_of_answer(policy: str, floor: float) -> None:
+    """No probability below the floor comes through, made here or by the policy, so a cap of 1 / floor cannot bind."""
+    config = _config("none", OWN + policy)
+    own = config.pruning.completion
+    for own.min_inclusion_prob, own.max_weight, label in (
+        (floor, 1 / floor, "unbiased"),
+        (floor, 0.9 / floor, "biased"),
+    ):
+        row = next(row for row in _case(config, 1).run().ledger if row.name.startswith("completion"))
+        assert row.label == label and ("can bind" in row.note) <= (label == "biased")
+
+
 @pytest.mark.parametrize(
     ("level", "estimator"), [("prompt", "hajek"), ("completion", "hajek"), ("completion", "fixed_size_ht")]
 )
