@@ -322,7 +322,8 @@ def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:
 
 def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
     """It runs in the process that trains, whose generators numpy, Python and a user's grader share."""
-    features = PromptFeatures(*[np.zeros(8, dtype=np.int64)] * 3, ("",))
+    none = np.zeros(8, dtype=np.int64)
+    features = PromptFeatures(none, np.zeros(8), none, ("",))
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
