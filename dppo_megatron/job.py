@@ -184,8 +184,9 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         lines += said
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     if train_sets:
-        offered, size = config.rollout.prompts_per_step, config.rollout.completions_per_prompt
-        try_prompts(config.pruning.prompt, features_of([one.columns for one in train_sets.values()]), offered, size)
+        rollout, features = config.rollout, features_of([one.columns for one in train_sets.values()])
+        longest = rollout.sampling.max_completion_tokens
+        try_prompts(config.pruning.prompt, features, rollout.prompts_per_step, rollout.completions_per_prompt, longest)
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -287,7 +288,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     minibatch = selection.planned_prompts // config.objective.updates_per_step * size
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
-    try_own(config.pruning, minibatch // size, size)
+    longest, slope = config.rollout.sampling.max_completion_tokens, zero_advantage_slope(config.objective)
+    try_own(config.pruning, minibatch // size, size, longest, slope)
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from test_gemma import _check_equal, _expected, _measure
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.config.schema import ModelConfig
+from dppo_megatron.evaluation.standalone import EngineAndGraders
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.decoder import Decoder
 from dppo_megatron.run import Run
 from dppo_megatron.steps.first_layers import _depth, compare
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
+from dppo_megatron.weights import provider
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import table
 from dppo_megatron.weights.provider import check_first_layers, model_architecture
@@ -94,6 +97,42 @@ def test_round_trip_of_a_conversion(
         assert _convert(*command, "--provider", PROVIDERS[family], "--verify") == 0
         assert f"model.provider = {PROVIDERS[family]}: the first" in capsys.readouterr().out
     _assert_byte_equal(tmp_path / "hf", paths[family])
+
+
+def _killed(*_: Any, variables: Any = None, **options: Any) -> subprocess.Popen[str]:
+    """A comparison for which there is no memory."""
+    return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], **options)
+
+
+def test_a_conversion_goes_on_where_nothing_can_be_compared(
+    paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It moves tensors, both ways, and says what it lacks; what computes with the layers is refused."""
+    monkeypatch.setattr(provider, "start_python", _killed)
+    model, said = paths["seed_oss"], "could not be compared with transformers': its process was killed by signal 9"
+    into = ("to-megatron", "--hf", model, "--out", tmp_path / "megatron")
+    back = ("to-hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf")
+    for command in (into, back):
+        assert _convert(*command, "--provider", PROVIDERS["seed_oss"]) == 0
+        out = capsys.readouterr().out
+        assert "warning: model.provider = " in out and said in out
+    _assert_byte_equal(tmp_path / "hf", model)
+    with pytest.raises(UserError, match=said):
+        check_first_layers(ModelConfig(str(model), PROVIDERS["seed_oss"]))
+
+
+def test_an_evaluation_by_servers_compares_nothing(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute with layers of their own; the embedded engine's are refused where no process can compare them."""
+    monkeypatch.setattr(provider, "start_python", _killed)
+    of_model = {"model__hf_path": _model(tmp_path / "model", "seed_oss"), "model__provider": PROVIDERS["seed_oss"]}
+    for engine in ("vllm", "sglang"):
+        served = {"rollout__engine": engine, "rollout__servers__endpoints": "[http://127.0.0.1:9]"}
+        with closing(EngineAndGraders(job_config(files, tmp_path, **QUICK | of_model | served), tmp_path, ())):
+            pass
+    with pytest.raises(UserError, match="could not be compared"):
+        EngineAndGraders(job_config(files, tmp_path, **QUICK | of_model), tmp_path, ())
 
 
 def _plain(architecture: Architecture) -> Architecture:

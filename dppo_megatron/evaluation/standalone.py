@@ -91,7 +91,8 @@ class EngineAndGraders:
         self.job.config.run_dir = str(directory)
         references = self.job.check_references()
         show(*said, *self.job.data_report, *map(with_paths, [*self.job.notes, *references]))
-        show(*self.job.check_first_layers())
+        if config.rollout.engine == "hf":  # servers compute with layers of their own
+            show(*self.job.check_first_layers())
         self.evaluator = Evaluator(self.job)
         self._engine: Engine | None = None
 

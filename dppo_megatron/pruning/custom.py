@@ -59,7 +59,11 @@ _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal
 
 
 class CustomPolicy:
-    """What a user's policies of both levels have. The public names of a base are all that the trainer uses."""
+    """What a user's policies of both levels have. The public names of a base are all that the trainer uses.
+
+    At the start of a run another object of the class is tried, on every rank, with rewards that are made up: what it
+    learns belongs in `self`, where the trial's ends with it. A class attribute or a file would keep it for the run.
+    """
 
     reads: ClassVar[tuple[str, ...]]
     """Settings of `pruning.<level>` that mean something to it, beside the floor, the draw, the weights and the warm-up,
@@ -102,7 +106,8 @@ class CustomPromptPolicy(CustomPolicy):
         raise NotImplementedError
 
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
-        """Visited prompts [K] with rewards (NaN: not graded) and lengths [K, G]; `self.history` has learned already."""
+        """Visited prompts [K] with rewards (NaN: not graded) and lengths [K, G]; `self.history` has learned already.
+        A trial's rewards, which are made up, come first, to an object of their own."""
 
 
 class CustomCompletionPolicy(CustomPolicy):
@@ -282,8 +287,8 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
-        least = _LEAST_KEPT if isinstance(choice, Draw) else config.min_inclusion_prob
-        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=config.max_weight)
+        least, cap = config.min_inclusion_prob, config.max_weight
+        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:

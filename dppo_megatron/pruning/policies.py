@@ -4,6 +4,9 @@ prompts, one of completions, or both under one name."""
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Protocol, TypeVar, cast
 
@@ -119,12 +122,27 @@ _MANY = 10**9
 """Steps of a trial's run, of which the first after a warm-up prunes."""
 
 
-def try_own(config: PruningConfig, groups: int, size: int) -> None:
+@contextmanager
+def _draws_undone() -> Iterator[None]:
+    """Of numpy's and Python's own generators: a trial runs in the process that trains."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@_draws_undone()
+def try_own(config: PruningConfig, groups: int, size: int, longest: int, zero_advantage_slope: float) -> None:
     """Make the user's own policies once before anything is loaded, and let that of completions choose among so many
-    `groups` of `size`, and among none. Raises UserError."""
+    `groups` of `size`, of at most `longest` tokens, and among none. Raises UserError."""
     if is_plugin(config.completion.method):
-        policy = make_completion_policy(config.completion, seed=0, total_steps=_MANY, group_size=size)
-        rewards, lengths = _made_up(groups, size)
+        slope = zero_advantage_slope
+        policy = make_completion_policy(
+            config.completion, seed=0, total_steps=_MANY, zero_advantage_slope=slope, group_size=size
+        )
+        rewards, lengths = _made_up(groups, size, longest)
         advantages, ones = rewards - rewards.mean(axis=1, keepdims=True), np.ones(groups)
         batch = CompletionBatch.of_groups(
             np.arange(groups),
@@ -151,21 +169,23 @@ def try_own(config: PruningConfig, groups: int, size: int) -> None:
             raise UserError(f"{error} ({trial})") from error
 
 
-def try_prompts(config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int) -> None:
+@_draws_undone()
+def try_prompts(config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, longest: int) -> None:
     """Let the user's own policy choose among `offered` of the prompts, each visited once: in the run it does so after
     the warm-up, by default an epoch later. Raises UserError."""
     if is_plugin(config.method):
         of_run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _MANY, "seed": 0}
         policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **of_run)
         ids = np.arange(min(offered, len(features.level)))
-        policy.observe(ids, *_made_up(len(ids), size), step=0)
+        policy.observe(ids, *_made_up(len(ids), size, longest), step=0)
         policy.select(ids, step=policy.warmup_steps)
 
 
-def _made_up(groups: int, size: int) -> tuple[FloatArray, IntArray]:
-    """Rewards and lengths [groups, size]: of every group some are right and some wrong."""
+def _made_up(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:
+    """Rewards and lengths [groups, size]: of every group some are right and some wrong, none is above `longest`."""
     row, column = np.indices((groups, size))
-    return (column <= row % (size - 1)).astype(np.float64), (100 + 37 * row % 300 + 10 * column).astype(np.int64)
+    lengths = 1 + (100 + 37 * row % 300 + 10 * column) % longest
+    return (column <= row % (size - 1)).astype(np.float64), lengths.astype(np.int64)
 
 
 def make_prompt_policy(

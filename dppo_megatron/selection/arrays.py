@@ -72,6 +72,11 @@ class Rollouts:
         """[K, G] `values` times what each completion counts: 0 of those that were stopped, even where NaN."""
         return values if self.stands_for is None else np.where(self.stopped, 0.0, values * self.stands_for)
 
+    def of_asked(self, asked: BoolArray) -> Rollouts:
+        """What was never asked for was not stopped either."""
+        stands_for = self.stands_for
+        return self if stands_for is None else replace(self, stands_for=np.where(asked, stands_for, 1.0))
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSelection:

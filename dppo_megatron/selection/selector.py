@@ -191,9 +191,7 @@ class Selector:
         if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
             raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
         asked = was_asked(rollouts, prompts.size)
-        if rollouts.stands_for is not None:  # what was never asked for was not stopped either
-            rollouts = replace(rollouts, stands_for=np.where(asked, rollouts.stands_for, 1.0))
-        rollouts = with_lengths(rollouts, self._coefficients.mean_length)
+        rollouts = with_lengths(rollouts.of_asked(asked), self._coefficients.mean_length)
         found = prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm
         check_outcomes(*found, in_unit=self._in_unit)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)

@@ -107,9 +107,13 @@ def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") ->
     return architecture
 
 
+class NotComparedError(UserError):
+    """Whether the first layers compute what transformers' do could not be found out here."""
+
+
 def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
     """Compare the first layers with transformers', in a process of its own that builds them here, on the CPU. Whatever
-    trains, scores or converts a model that a provider describes begins with it.
+    computes with layers that a provider describes begins with it, and a conversion where it can be done.
 
     Args:
         embedded: the embedded engine's layers too, which no metric holds against an actor's in an evaluation.
@@ -118,7 +122,8 @@ def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
         A line for the log.
 
     Raises:
-        UserError: the layers compute something else than transformers', or could not be compared.
+        UserError: the layers compute something else than transformers'.
+        NotComparedError: they could not be compared.
     """
     said = f"model.provider = {model.provider}"
     with progress("comparing the first layers with transformers'"):
@@ -138,7 +143,7 @@ def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
         last = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
         if child.returncode < 0:
             last = f"its process was killed by signal {-child.returncode} (memory?)"
-        raise UserError(f"{said}: the first layers could not be compared with transformers': {last}") from None
+        raise NotComparedError(f"{said}: the first layers could not be compared with transformers': {last}") from None
     if "error" in found:
         raise UserError(found["error"])
     line = f"the first {found['layers']} of {found['of']} layers" if found["layers"] > 1 else "the first layer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,19 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
     for name, value in changes.items():
         setattr(config.pruning.completion, name, value)
     assert check(_case(config, 1)) == label
+
+
+@pytest.mark.parametrize(("policy", "floor"), [("Longer", 0.05), ("Longer", 0.5), ("Whole", 0.05), ("Whole", 0.5)])
+def test_a_cap_is_judged_by_the_floor_of_any_kind_of_answer(policy: str, floor: float) -> None:
+    """No probability below the floor comes through, made here or by the policy, so a cap of 1 / floor cannot bind."""
+    config = _config("none", OWN + policy)
+    own = config.pruning.completion
+    for own.min_inclusion_prob, own.max_weight, label in (
+        (floor, 1 / floor, "unbiased"),
+        (floor, 0.9 / floor, "biased"),
+    ):
+        row = next(row for row in _case(config, 1).run().ledger if row.name.startswith("completion"))
+        assert row.label == label and ("can bind" in row.note) <= (label == "biased")
 
 
 @pytest.mark.parametrize(
@@ -293,10 +307,28 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
-    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3)
+    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3, longest=12)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+
+
+def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:
+    """Its lengths, so that a table of all there can be is enough, and what its objective makes of an advantage of 0."""
+    own = {"pruning__prompt__method": OWN + "ByLength", "pruning__completion__method": OWN + "TableOfLengths"}
+    config = job_config(write_warm_job_files(tmp_path), tmp_path / "run", **own, objective__entropy_coef=0.01)
+    prepare_job(config, 1).grade.close()
+
+
+def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
+    """It runs in the process that trains, whose generators numpy, Python and a user's grader share."""
+    none = np.zeros(8, dtype=np.int64)
+    features = PromptFeatures(none, np.zeros(8), none, ("",))
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.Random(1).random(), np.random.RandomState(1).rand()
+    try_prompts(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3, longest=12)
+    assert (random.random(), np.random.rand()) == expected
 
 
 def test_compare_and_simulate_know_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ from dppo_megatron.pruning.custom import Choice
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.types import FloatArray, IntArray
+
+MOST_TOKENS = 16
+"""`rollout.sampling.max_completion_tokens` of the jobs of `support.job`."""
 
 
 class Curious(CustomPromptPolicy):
@@ -173,6 +177,41 @@ class Many(FirstHalf):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert len(self.history) > 1, "a set of one"
+
+
+class Tossing(FirstHalf):
+    """Draws from the generators that the whole process shares, whenever it is asked or told something."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        random.random()
+        return np.random.rand(len(prompt_index))
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        random.random()
+        np.random.rand()
+
+
+class ByLength(CustomPromptPolicy):
+    """Keeps a table with a place for every length that a completion can have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen = np.zeros(MOST_TOKENS + 1)
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return np.ones(len(prompt_index))
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        np.add.at(self.seen, lengths, 1)
+
+
+class TableOfLengths(CustomCompletionPolicy):
+    """The same for completions; refuses an objective by which those without advantage carry no gradient."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        if self.zero_advantage_slope == 0:
+            raise ValueError("of no use where a completion without advantage carries nothing")
+        return np.linspace(0.5, 1.0, MOST_TOKENS + 1)[batch.lengths]
 
 
 class Unsaved(FirstHalf):
