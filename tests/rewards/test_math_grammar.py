@@ -368,6 +368,8 @@ CASES = [
     # letters that may be quantities are no unit: the reference is a product
     case(r"\frac13mL^2", [r"\frac{mL^2}{3}"], [r"\frac13", "1/3"]),
     case("3nL", ["3Ln"], ["3"]),
+    case(r"5\text{ mL}", ["5mL", "5 mL"], ["5Lm", "5nL", "6mL"]),
+    case(r"\frac12", [r"\frac12\text{ of a pizza}"], [r"\frac12\text{ of a dozen}", r"\frac13\text{ of a pizza}"]),
     case("5", ["5cm", "5kg", "5 mph"], ["5mL", "5kN"]),
     case(
         r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]

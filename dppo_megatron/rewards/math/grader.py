@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MAX_BOXES = 8
 """Of which each is compared by itself."""
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that part no two words or numbers
+_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # 5mL is no product where the reference has 5 \\text{mL}
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
@@ -111,7 +112,8 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    if _GAP.sub("", other) == _GAP.sub("", reference) != "":
+    as_it_is = _GAP.sub("", other)
+    if as_it_is and as_it_is in (_GAP.sub("", reference), _GAP.sub("", _STATED.sub(r"\1", reference))):
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"

@@ -317,7 +317,7 @@ def _with_words(core: str, words: str) -> Answer | None:
     unit, value = read_unit(words if factor == 1 else rest), read_number(core)
     word = words.strip()
     is_noun = not word.endswith(("ed", "ly", "ing", "ble")) and (word == "point" or not changes(word))
-    if unit is None and value == 1 and is_noun:  # 1 apple, not 1 halved
+    if unit is None and is_noun and (value == 1 or word.startswith("of ")):  # 1 apple, not 1 halved
         unit = read_unit(f"{words}s")
     if unit is None:
         return None
