@@ -107,7 +107,8 @@ def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> 
 
 def _check_choices(section: Any, key: str) -> None:
     """Those of a settings class; a file's are checked where it is read, but not what a library's user writes."""
-    hints = _hints(type(section))
+    kind: Any = type(section)
+    hints = _hints(kind)
     for item in fields(section):
         value, hint, name = getattr(section, item.name), hints[item.name], f"{key}{item.name}"
         for arm in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
