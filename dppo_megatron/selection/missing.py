@@ -163,7 +163,7 @@ def missing_of(
         row = LedgerRow(NAME, float(left.sum()) / max(count, 1), label, note)
         by_chance_alone = ~usable & ~chosen.any(axis=1)
         share_now = np.array(past.now(by_chance_alone, 1.0 / prompts.inclusion_prob, set_of))[set_of]
-        mean = lost_weight * (1.0 - share_now) if stands_for_lost else np.ones(len(left))
+        mean = np.where(stands_for_lost & (share_now > 0), lost_weight * (1.0 - share_now), 1.0)
         source = _source(row, chosen, by_chance, left, mean, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
@@ -174,7 +174,7 @@ def _source(
     row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, mean: FloatArray, *, same_at_any_size: bool
 ) -> BiasSource:
     """`chosen` and `by_chance` [K, G]; `left` [K] of each group; `mean` [K] what a group counts over what is lost by
-    chance, for which the share of earlier steps stands: less than 1 where those lost fewer."""
+    chance, for which the share of earlier steps stands: less than 1 where those lost fewer, 1 where this lost none."""
     if by_chance.any() and not same_at_any_size:
         return BiasSource((row,), unknown="how fewer rewards change a gradient depends on their chances")
     stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]

@@ -84,12 +84,8 @@ def verdicts(chosen: Iterable[int]) -> dict[tuple[str, ...], list[bool]]:
     found: dict[tuple[str, ...], list[bool]] = defaultdict(list)
     for index in chosen:
         case = make_case(index)
-        # the truth counts what stands for the missing ones; the size of their row is for tests/test_missing.py
-        lost = np.isnan(case.outcomes.rewards)
-        rewards = case.outcomes.rewards
-        if not case.selector._coefficients.same_at_any_size:  # then that row has no size, and nor has the whole
-            rewards = np.nan_to_num(rewards)
-        case = replace(case, outcomes=replace(case.outcomes, rewards=rewards, by_chance=lost))
+        # none is missing: the size of their row, over all that could have been, is for tests/test_missing.py
+        case = replace(case, outcomes=replace(case.outcomes, rewards=np.nan_to_num(case.outcomes.rewards)))
         decision = case.run()
         names = tuple(name for name in sources(decision) if name != "rollout/missing")
         if any("a design of your own" in row.note for row in decision.ledger):  # said to be of unknown size
