@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _MAX_BOXES = 8
 """Of which each is compared by itself."""
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that part no two words or numbers
-_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # 5mL is no product where the reference has 5 \\text{mL}
+_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # 5mL is no product where the reference has 5 \text{mL}
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"

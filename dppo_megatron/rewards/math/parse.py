@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, walk
+from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, symbols, walk
 from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
 from dppo_megatron.rewards.math.patterns import regex
@@ -127,7 +127,7 @@ class _Reader:
 
     def _times(self, left: Node, right: Node) -> Node:
         """The product; that of two vectors is none of numbers."""
-        if "\\vec" in self.text and all("vec:" in repr(side) for side in (right, left)):
+        if "\\vec" in self.text and all("vec:" in " ".join(symbols(side)) for side in (right, left)):
             raise Unreadable("a product of vectors")
         return ("*", left, right)
 
