@@ -75,6 +75,8 @@ class Missing:
     """[K] not lost: two or more have a reward, or were stopped early."""
     weight: FloatArray
     """[K] of what is there, in place of the full group and of the groups without any."""
+    in_group: FloatArray
+    """[K] of what is there, in place of what was asked for of its group."""
     source: BiasSource
     known: Known
     """The row's label before the draw."""
@@ -137,6 +139,7 @@ def missing_of(
     share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
     weight = np.where(usable, usual / np.maximum(left, 1), 1.0) * lost_weight
+    in_group = np.where(usable, asked / np.maximum(left, 1), 1.0)
     said = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
     by_chance = said & (not refuted)
     chosen = lost & ~by_chance
@@ -167,7 +170,7 @@ def missing_of(
         source = _source(row, chosen, by_chance, left, mean, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     along = _against_length(rollouts.lengths, graded, said)
-    return Missing(graded & usable[:, None], usable, weight, source, known, now, along, metrics)
+    return Missing(graded & usable[:, None], usable, weight, in_group, source, known, now, along, metrics)
 
 
 def _source(

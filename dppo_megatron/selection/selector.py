@@ -204,7 +204,7 @@ class Selector:
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         squared = rollouts.counted(np.where(asked, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.there, rollouts.rewards, math.nan))  # one alone tells nothing
-        moment = squared.sum(axis=1) * self._usual_moment(prompts)
+        moment = np.where(missing.there, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
         of.outcome, of.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.there & groups.kept[:, None])
         nominal = self.prompts_per_step * self._group

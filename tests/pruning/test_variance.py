@@ -195,6 +195,42 @@ def test_a_prompt_policy_learns_what_the_account_counts(monkeypatch: pytest.Monk
     assert chosen.are_few or (with_terms > 20 and skipped > 10 and stopped > 50), (with_terms, skipped, stopped)
 
 
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_moment_of_a_group_with_some_stopped_and_one_missing(monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    """In each pattern of stops the policy is shown what the account has of what is trained on. Where an engine has
+    aborted the missing one, which stands for itself, the mean over all patterns is 4 / 3 of the others. All rewards are
+    the known mean: with advantages of 0 the KL term alone gives a gradient, and stops put no noise into it."""
+    shown: list[FloatArray] = []
+    monkeypatch.setattr(PromptPolicy, "observe", lambda *_, second_moment, **__: shown.append(second_moment))
+    config = Config(steps=10)
+    config.objective.kl.coef, config.objective.advantage, config.objective.normalization = 0.3, "rloo", "constant"
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
+    config.pruning.prompt.method = config.pruning.completion.method = "none"
+    early = config.pruning.early_stop = EarlyStopConfig(4, 0.2)
+    lengths = np.array([[2, 8, 16, 10]])
+    ends, last = end_probability(early, lengths), np.arange(4) == 3
+    mean, others = 0.0, np.nan
+    for pattern in product([False, True], repeat=4):
+        stopped = np.array([pattern])
+        if not (chance := float(np.prod(np.where(stopped, 1.0 - ends, ends)))):
+            continue
+        missing = last & (aborted | ~stopped)
+        stopped &= ~missing
+        counts = np.where(stopped, 0.0, np.where(missing & aborted, 1.0, 1.0 / ends))
+        rewards = np.where(missing | stopped, np.nan, 0.5)
+        selector = Selector(selection_settings(config), 1)
+        selector.begin(1)
+        norms = np.sqrt(lengths)
+        decision = selector.finish(Rollouts(rewards, lengths, norms, unfinished=stopped, stands_for=counts), 1)
+        selector.feedback(StepCost(1, 1.0, 1.0, 0.0))
+        selector.begin(2)
+        assert not decision.advantages.any()
+        assert shown[-1] == pytest.approx(decision.variance.expected, rel=1e-12, abs=0)
+        mean += chance * float(shown[-1].sum())
+        others = np.square(selector._coefficients.slope * norms.ravel() / decision.denominator)[:3].sum()
+    assert not aborted or mean == pytest.approx(4 / 3 * others, rel=1e-12, abs=0)
+
+
 def _stopped(rollouts: Rollouts, limits: IntArray, early: EarlyStopConfig) -> Rollouts:
     """What comes of them under these limits."""
     gone = rollouts.lengths > limits
