@@ -354,6 +354,44 @@ def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch:
     assert said.endswith("cannot be imported: ImportError: libtransformer_engine.so: no such file")
 
 
+def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is told while it is imported, by the libraries that a process has loaded; a user's word is left alone."""
+    for name in ("CUDNN_HOME", "CUDNN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    line = "7f00-7f10 r-xp 00000000 fd:00 77 {}\n"
+    libraries = (
+        "/lib/libcuda.so.1",
+        "/pip/cudnn/lib/libcudnn_graph.so.9",
+        "/pip/cudnn/lib/libcudnn.so.9",
+        "/usr/libcudnn.so.9",
+    )
+    maps = "".join(map(line.format, libraries))
+    with capabilities._cudnn_of_torch(maps):
+        assert os.environ["CUDNN_HOME"] == "/pip/cudnn/lib"
+    with capabilities._cudnn_of_torch(line.format("/lib/libcuda.so.1")):
+        assert "CUDNN_HOME" not in os.environ
+    monkeypatch.setenv("CUDNN_PATH", "/mine")
+    with capabilities._cudnn_of_torch(maps):
+        assert "CUDNN_HOME" not in os.environ
+
+
+def test_an_attention_that_cannot_run_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an H200 with two versions of cuDNN: Transformer Engine imports, and its attention fails when it is used."""
+
+    def fails(*args: Any, **settings: Any) -> None:
+        raise RuntimeError("fused_attn.cu:405:\ncuDNN Error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED")
+
+    stub = ModuleType("transformer_engine.pytorch")
+    stub.DotProductAttention = fails  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
+    monkeypatch.setattr(doctor, "this_machine", lambda: Machine((9, 0), ""))
+    [row] = doctor.attention_rows(torch.device("meta"))  # a device that every machine has
+    assert row.verdict == "fault" and "fails: fused_attn.cu:405: cuDNN Error: CUDNN" in row.said
+    monkeypatch.setattr(doctor, "this_machine", lambda: Machine((9, 0), "it is not installed"))
+    assert doctor.attention_rows(torch.device("meta")) == []
+
+
 @pytest.mark.long
 def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: Path) -> None:
     """What its real core wheel does without the extension for torch, in a process of its own: Megatron's own import of

@@ -1,7 +1,6 @@
 """Engines on CUDA: `python -m pytest -m gpu tests/test_engines_gpu.py`, with DPPO_VLLM_PYTHON and DPPO_SGLANG_PYTHON.
 
-What a CPU cannot show of them: CUDA IPC, NCCL, and servers that sleep on the GPU they share with the actor. Not yet
-run by us (docs/engines.md).
+What a CPU cannot show of them: CUDA IPC, NCCL, and servers that sleep on the GPU they share with the actor.
 """
 
 from __future__ import annotations

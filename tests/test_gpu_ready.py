@@ -1,4 +1,4 @@
-"""What is to run on a GPU one day, as far as a machine without one can say: it is collected, imports, parses, fits.
+"""What runs on a GPU, as far as a machine without one can say: it is collected, imports, parses, fits.
 
 The benchmark's commands are read from its script, so that what runs there is what is checked here.
 """
@@ -208,18 +208,3 @@ def test_gpu_tests_are_collected_and_begin() -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert f"collected {sum(GPU_TESTS.values())} items" in done.stdout
     assert re.search(r"\b2 passed, 5 skipped", done.stdout), done.stdout[-2000:]
-
-
-def test_each_risk_of_the_page_has_a_test_that_exists() -> None:
-    """R1 to R16 and C1 to C5 of docs/testing.md: every test named there is in its file, of `-m gpu` in a GPU file."""
-    page = (REPOSITORY / "docs" / "testing.md").read_text(encoding="utf-8")
-    rows = {cells[1].strip(): cells for line in page.splitlines() if len(cells := line.split("|")) == 6}
-    risks = [f"R{number}" for number in range(1, 17)] + [f"C{number}" for number in range(1, 6)]
-    for risk in risks:
-        on_cpu, on_gpu = (re.findall(r"`([\w/]+\.py)::(\w+)`", cell) for cell in rows[risk][3:5])
-        assert on_cpu, risk
-        for file, name in on_cpu + on_gpu:
-            assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8"), (
-                f"{risk}: {file}::{name}"
-            )
-        assert {f"tests/{file}" for file, _ in on_gpu} <= set(GPU_TESTS)

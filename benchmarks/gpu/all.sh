@@ -1,5 +1,5 @@
 #!/bin/bash
-# Every figure of one H200, in ten minutes; an H100 of 80 GB has no room for 4B. Tried with --smoke only.
+# Every figure of one H200, in ten minutes; an H100 of 80 GB has no room for 4B. Not run as a whole; docs/performance.md has one row.
 set -e
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 B="python benchmarks/gpu/train_step.py"; Q="--warmup-steps 2 --timed-steps 3"

@@ -8,7 +8,7 @@ order, which is that of verl, slime and NeMo-RL, a GPU never holds both the trai
                                                                                                   generate, sleep
 
 The weights leave when every rank has handed them over and before any server takes memory for its cache
-(`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`. It has not run on a GPU.
+(`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`.
 
 Gradients and Transformer Engine's 8-bit copies of weights are freed, not copied: the next step zeroes or makes them
 anyway. Optimizer tensors point to a host copy while they are

@@ -5,13 +5,16 @@ Megatron ignores `fp8=...` in silence where there is no Transformer Engine, so a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
@@ -188,10 +191,27 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
     if not on_cuda:
         return "Transformer Engine is installed, but there is no CUDA device"
     try:
-        importlib.import_module("transformer_engine.pytorch")
+        with _cudnn_of_torch(Path("/proc/self/maps").read_text(encoding="utf-8")):
+            importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # whatever a broken binary raises
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def _cudnn_of_torch(maps: str) -> Iterator[None]:
+    """Have Transformer Engine load the cuDNN that torch has loaded, by the lines of /proc/self/maps. By itself it looks
+    in the system first, and with two versions in a process its attention ends in SUBLIBRARY_LOADING_FAILED: on an H200,
+    torch's 9.19 from pip in an image with 9.14. Servers may have another one: the variable does not stay."""
+    loaded = next((Path(line.split()[-1]) for line in maps.splitlines() if "/libcudnn.so." in line), None)
+    if loaded is None or {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys():
+        yield
+        return
+    os.environ["CUDNN_HOME"] = str(loaded.parent)
+    try:
+        yield
+    finally:
+        del os.environ["CUDNN_HOME"]
 
 
 @functools.cache

@@ -133,7 +133,7 @@ STEPS: tuple[Step, ...] = (
     } | {
         "left": _most("share that stays while servers have the card", 0.1, "servers need the room"),
     }, ("cuda", "benchmark"), _EXPANDABLE),
-    Step("job", "40 steps, killed at half, resumed", "jobs.killed_and_resumed", 140, {
+    Step("job", "A job that is killed on its way, and resumed", "jobs.killed_and_resumed", 140, {
         "steps": Figure("steps on record", "", 1, None, True, "all of them"),
         "repeated": Figure("steps done again after the kill", "", 1, source="or nothing was compared"),
         "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start"),

@@ -8,13 +8,14 @@ from torch.utils.benchmark import Timer
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.workbench.accept.runner import Sheet
 from dppo_megatron.workbench.accept.workload import peak_flops
-from dppo_megatron.workbench.doctor.machine import copy_rows, machine_rows, report, server_rows
+from dppo_megatron.workbench.doctor.machine import attention_rows, copy_rows, machine_rows, report, server_rows
 
 
 def environment(sheet: Sheet) -> None:
     """What others depend on first, then the product."""
     machine, gpus = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    rows = machine_rows(max(gpus, 1), first_here=True) + copy_rows(torch.device("cuda" if gpus else "cpu"))
+    device = torch.device("cuda" if gpus else "cpu")
+    rows = machine_rows(max(gpus, 1), first_here=True) + attention_rows(device) + copy_rows(device)
     name, lacks = torch.cuda.get_device_name() if gpus else "no CUDA device", machine.lacks_transformer_engine
     found = report() + [(row.what, row.said) for row in rows]
     sheet.facts(gpus=gpus, device=name, lacks_transformer_engine=lacks, report=found)

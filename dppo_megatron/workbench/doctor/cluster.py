@@ -140,6 +140,8 @@ def _findings(config: Config | None, until: float) -> Iterator[str | CheckRow]:
     yield machine.allocator_row(os.environ, device.type, config is not None and config.rollout.servers.colocate)
     yield "servers' Python"
     yield from machine.server_rows(config, device, (until - time.monotonic()) / 2)
+    yield "attention"
+    yield from machine.attention_rows(device)
     yield "copies"
     yield from machine.copy_rows(device)
     yield "process group"

@@ -256,6 +256,28 @@ def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) 
     return answer
 
 
+def attention_rows(device: torch.device) -> list[CheckRow]:
+    """Transformer Engine's attention over a pack of two sequences, forwards and backwards: it imports beside a cuDNN
+    that it cannot use, and fails in a job's first step."""
+    if device.type == "cpu" or this_machine().lacks_transformer_engine:
+        return []
+    from transformer_engine.pytorch import DotProductAttention
+
+    of = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.randn(64, heads, 64, **of) for heads in (4, 2, 2))
+    ends = torch.tensor([0, 30, 64], dtype=torch.int32, device=device)
+    try:
+        layer = DotProductAttention(4, 64, num_gqa_groups=2, attn_mask_type="padding_causal", qkv_format="thd")
+        longest = {"max_seqlen_q": 34, "max_seqlen_kv": 34}
+        layer(query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest).sum().backward()
+        torch.cuda.synchronize(device)
+    except Exception as error:  # whatever a kernel raises
+        said = f"Transformer Engine's over packs fails: {' '.join(str(error).split())[:300]}; cuDNN is torch's unless"
+        said += " CUDNN_HOME or CUDNN_PATH names another; actor.layer_spec=local does without"
+        return [CheckRow("attention", "fault", said)]
+    return [CheckRow("attention", "ok", "Transformer Engine's over packs, forwards and backwards")]
+
+
 def copy_rows(device: torch.device) -> list[CheckRow]:
     """GB/s of copies between pinned host memory and a GPU, all ranks at once, as an offload does them."""
     if device.type == "cpu":
