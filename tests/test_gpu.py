@@ -78,7 +78,7 @@ def test_gate(layout: Layout, model_path: Path, fp8: str) -> None:
     )
     architecture = read_architecture(model_path)
     findings = run_gate(config, layout, architecture, CheckpointReader(model_path, architecture).get)
-    assert all(finding.passed for finding in findings), findings
+    assert findings and [finding for finding in findings if not finding.passed] == []
 
 
 def test_long_pack_does_not_hold_whole_logits(layout: Layout, tmp_path: Path) -> None:
