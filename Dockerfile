@@ -8,8 +8,9 @@
 # packages by the day of APT_SNAPSHOT. What an image holds is written into its /opt/versions. docs/cluster.md says what was
 # built.
 #
-# CUDA 13.0, as torch's wheels of 2.13 bring: Transformer Engine's extension is compiled against both
-ARG BASE_IMAGE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
+# CUDA 13.0, as torch's wheels of 2.13 bring: Transformer Engine's extension is compiled against both. Without its cuDNN:
+# torch brings another version
+ARG BASE_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 FROM ${BASE_IMAGE}
 
 # cuda: Python 3.12, CUDA wheels, Transformer Engine; cpu: Python 3.11 and the lists of `make test`

@@ -19,7 +19,7 @@ from support.tiny import plan_for, random_samples, write_model
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.config.schema import ActorConfig, Config
-from dppo_megatron.job import check_settings
+from dppo_megatron.job import check_settings, prepare_job
 from dppo_megatron.platform import capabilities
 from dppo_megatron.platform.capabilities import Machine, outside_range
 from dppo_megatron.types import UserError
@@ -355,24 +355,57 @@ def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch:
 
 
 def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is told while it is imported, by the libraries that a process has loaded; a user's word is left alone."""
+    """By the libraries that a process has loaded: the parts that torch has not opened yet come from beside its own, and
+    a variable leads there during the import. One that names another directory is left alone."""
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
         monkeypatch.delenv(name, raising=False)
+    opened: list[str] = []
+    monkeypatch.setattr(capabilities.ctypes, "CDLL", lambda path, mode: opened.append(path))
     line = "7f00-7f10 r-xp 00000000 fd:00 77 {}\n"
     libraries = (
         "/lib/libcuda.so.1",
-        "/pip/cudnn/lib/libcudnn_graph.so.9",
+        "/pip/cudnn/lib/libcudnn_ops.so.9",
         "/pip/cudnn/lib/libcudnn.so.9",
         "/usr/libcudnn.so.9",
     )
     maps = "".join(map(line.format, libraries))
     with capabilities._cudnn_of_torch(maps):
         assert os.environ["CUDNN_HOME"] == "/pip/cudnn/lib"
+        assert len(opened) == 7 and opened[0] == "/pip/cudnn/lib/libcudnn_graph.so.9"
+    assert "CUDNN_HOME" not in os.environ
+    for others, parts in (("/pip/cudnn", 7), ("/mine", 0)):
+        monkeypatch.setenv("CUDNN_HOME", others)
+        opened.clear()
+        with capabilities._cudnn_of_torch(maps):
+            assert len(opened) == parts
+        assert os.environ["CUDNN_HOME"] == others
+    monkeypatch.delenv("CUDNN_HOME")
     with capabilities._cudnn_of_torch(line.format("/lib/libcuda.so.1")):
-        assert "CUDNN_HOME" not in os.environ
-    monkeypatch.setenv("CUDNN_PATH", "/mine")
-    with capabilities._cudnn_of_torch(maps):
-        assert "CUDNN_HOME" not in os.environ
+        assert "CUDNN_HOME" not in os.environ and not opened
+
+
+def test_gpus_that_torch_cannot_use_end_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a driver that is too old torch warns and takes the CPU: of a job that is asked for, nothing else would say
+    so. Without devices, as on a login node, or with none wanted, the CPU is what is meant."""
+
+    def refuses() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12080).")
+
+    devices = [Path("/dev/nvidia0")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuses)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(capabilities.Path, "glob", lambda self, pattern: iter(devices))
+    expected = r"\(CUDA 13\.0\) cannot use this machine's GPUs: The NVIDIA driver .* \(found version 12080\)\.; install"
+    with pytest.raises(UserError, match=expected):
+        prepare_job(Config(), 1)
+    assert [row.verdict for row in doctor.machine_rows(1, first_here=False) if row.what == "GPUs"] == ["fault"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert capabilities.why_gpus_are_unused() == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    devices.clear()
+    assert capabilities.why_gpus_are_unused() == ""
 
 
 def test_an_attention_that_cannot_run_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither torchrun's variables nor what is for the trainer's CUDA alone, unless it is given for the server, nor the
-    cores that torchrun's --numa-binding has left to rank 0."""
+    cores that torchrun's --numa-binding has left to rank 0. First come the programs of its environment: ninja."""
     for variable in ("RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "KEPT"):
         monkeypatch.setenv(variable, "trainer's")
     asked = "import json, os; print(json.dumps(dict(os.environ) | {'cores': list(os.sched_getaffinity(0))}))"
@@ -318,6 +318,7 @@ def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
     server.process.wait()
     found = json.loads((tmp_path / "log").read_text())
     assert set(found["cores"]) == os.sched_getaffinity(os.getppid())
+    assert found["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
     assert found["KEPT"] == "trainer's" and found["PYTORCH_ALLOC_CONF"] == "server's"
     assert not {"RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(found)
 

@@ -6,6 +6,7 @@ Megatron ignores `fp8=...` in silence where there is no Transformer Engine, so a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.metadata
@@ -37,6 +38,8 @@ _ASKED = {
 }
 """Transformer Engine's own answers, which also depend on the CUDA that it was built for."""
 
+_CUDNN_PARTS = ("graph", "ops", "cnn", "adv", "heuristic", "engines_precompiled", "engines_runtime_compiled")
+"""Of cuDNN 9, each after what it needs."""
 _WITHOUT = " without flash-attn"
 _FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
@@ -171,6 +174,23 @@ class Machine:
         return "it needs a chip of sm_{}{} or newer; this one is sm_{}{}".format(*least, *self.cuda_capability)
 
 
+def why_gpus_are_unused() -> str:
+    """What torch says against GPUs that this machine shows, an old driver for one; empty where there is nothing to say.
+    It takes the CPU then, with no more than a warning."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if torch.cuda.is_available() or hidden or torch.version.cuda is None or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        said = "it finds none"
+    except Exception as error:  # torch's own kinds, by cause
+        said = " ".join(str(error).split())
+    return (
+        f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use this machine's GPUs: {said}; install the"
+        " driver or the torch that the other needs, or train on the CPU with CUDA_VISIBLE_DEVICES="
+    )
+
+
 def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -200,11 +220,22 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
 
 @contextlib.contextmanager
 def _cudnn_of_torch(maps: str) -> Iterator[None]:
-    """Have Transformer Engine load the cuDNN that torch has loaded, by the lines of /proc/self/maps. By itself it looks
-    in the system first, and with two versions in a process its attention ends in SUBLIBRARY_LOADING_FAILED: on an H200,
-    torch's 9.19 from pip in an image with 9.14. Servers may have another one: the variable does not stay."""
-    loaded = next((Path(line.split()[-1]) for line in maps.splitlines() if "/libcudnn.so." in line), None)
-    if loaded is None or {"CUDNN_HOME", "CUDNN_PATH"} & os.environ.keys():
+    """Have Transformer Engine use the cuDNN that torch has loaded, by the lines of /proc/self/maps, unless a variable
+    names another. By itself it looks in the system first, and with two versions in a process its attention ends in
+    SUBLIBRARY_LOADING_FAILED: on an H200, torch's 9.19 from pip in an image with 9.14.
+
+    Its library needs all parts of cuDNN, which it would open itself only where it has found no system's. The variable
+    does not stay: servers may have another cuDNN.
+    """
+    loaded = next((Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "/libcudnn.so." in line), None)
+    named = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH")
+    if loaded is None or (named and not loaded.is_relative_to(Path(named).resolve())):
+        yield
+        return
+    for part in _CUDNN_PARTS:
+        with contextlib.suppress(OSError):  # an older cuDNN has others
+            ctypes.CDLL(str(loaded.with_name(loaded.name.replace("cudnn", f"cudnn_{part}"))), ctypes.RTLD_GLOBAL)
+    if named:
         yield
         return
     os.environ["CUDNN_HOME"] = str(loaded.parent)

@@ -118,6 +118,10 @@ class LaunchedServer:
         if self.host == "127.0.0.1":  # its processes and the rank that sends it weights are on this machine
             inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
+        if own := os.path.dirname(
+            command[0]
+        ):  # ninja, by which SGLang and FlashInfer compile kernels, is in its environment
+            inherited["PATH"] = os.pathsep.join(filter(None, (os.path.abspath(own), inherited.get("PATH"))))
         with log:
             try:
                 self.process = subprocess.Popen(

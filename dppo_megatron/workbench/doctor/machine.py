@@ -27,7 +27,7 @@ from dppo_megatron.actor.attention import find_kernel
 from dppo_megatron.actor.logprobs import choose_softmax
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import connect
-from dppo_megatron.platform.capabilities import this_machine, transformer_engine_warning
+from dppo_megatron.platform.capabilities import this_machine, transformer_engine_warning, why_gpus_are_unused
 from dppo_megatron.rollout.servers.connect import ipc_warning
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.server_process import make_servers
@@ -144,6 +144,8 @@ def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
         files_row(resource.getrlimit(resource.RLIMIT_NOFILE)[1], world_size),
         locked_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], wires.is_dir() and any(wires.iterdir())),
     ]
+    if why := why_gpus_are_unused():
+        rows.append(CheckRow("GPUs", "fault", why))
     return [*rows, shm_row(shutil.disk_usage("/dev/shm").free), *_gpus()] if first_here else rows
 
 
@@ -263,7 +265,7 @@ def attention_rows(device: torch.device) -> list[CheckRow]:
         return []
     from transformer_engine.pytorch import DotProductAttention
 
-    of = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    of: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     query, key, value = (torch.randn(64, heads, 64, **of) for heads in (4, 2, 2))
     ends = torch.tensor([0, 30, 64], dtype=torch.int32, device=device)
     try:
