@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from support.job import REPOSITORY, job_config, settings
@@ -446,6 +447,30 @@ def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: 
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch's fused AdamW" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("logits", "kept", "padding", "broken"),
+    [(0.1, 1.0, 0.0, []), (10.0, 1.0, 0.0, []), (1.0, 1.0, 0.6, [3]), (1.0, 0.0, 0.0, [5])],
+)
+def test_gate_judges_fp8_by_its_own_rounding(
+    logits: float, kept: float, padding: float, broken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding of 0.28, half of it shared, passes however wide the logits are. Padding in the gradients of single
+    samples differs from packed ones by more than that, lost gradients from bfloat16's."""
+    rng = np.random.default_rng(0)
+    true, shared, *own, pads = rng.normal(size=(5, 4096))
+    one, other = (0.28 * (shared + noise) / np.sqrt(2) for noise in own)
+    found = [(true, true), (true, true), (true + one, kept * true + one), (true + other, kept * true + other)]
+    found[3] = (found[3][0], found[3][1] + padding * pads)
+    measured = iter([([logits * a / 2], {"weight": torch.from_numpy(b)}) for a, b in found])
+    monkeypatch.setattr(fp8_gate, "Actor", lambda *_, **__: SimpleNamespace(layout=SimpleNamespace(world_size=1)))
+    monkeypatch.setattr(fp8_gate, "_measure", lambda *_: next(measured))
+    config = Config(actor=ActorConfig(fp8="tensorwise"))
+    config.model.dtype = "bfloat16"
+    unused: Any = None
+    findings = run_gate(config, unused, cast(Any, SimpleNamespace(max_positions=512, vocab_size=64)), unused)
+    assert [i for i, finding in enumerate(findings) if not finding.passed] == broken, findings
 
 
 def test_gate_fails_on_nan() -> None:
