@@ -336,6 +336,27 @@ def test_a_busy_server_rests_and_is_no_outage(status: int, wanted: float | None,
     assert first == pytest.approx(seconds, abs=0.41) and second == pytest.approx(seconds if wanted else 1.0, abs=0.41)
 
 
+def test_what_comes_into_a_pause_does_not_rest_the_server() -> None:
+    """vLLM 0.33 turns new requests away while a sync has paused it (503), which says nothing of its load: eight would
+    have idled it for 30 s."""
+    world = World()
+    fleet, work = world.fleet(1), work_of(groups(*[1] * 8))
+    crossing = 0
+
+    def reply(ask: Submit) -> Event:
+        nonlocal crossing
+        crossing += 1
+        if crossing > 8:
+            return answered(ask)
+        if crossing == 1:
+            synced(fleet, "2")
+        return AttemptFailed(ask.ticket, "refused", "HTTP 503: Generation is paused", 503)
+
+    world.reply = reply
+    assert sorted(dispatch(fleet, work)) == list(range(8))
+    assert world.now < 1.0 and not work.failures and work.retries == 8
+
+
 def test_a_refusal_ends_an_evaluation_and_costs_training_the_group() -> None:
     world = World()
     world.reply = lambda ask: AttemptFailed(ask.ticket, "refused", "HTTP 400: context too long", 400)

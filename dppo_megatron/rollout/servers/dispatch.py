@@ -301,6 +301,8 @@ class Dispatch:
         turned_away = is_refused and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
         if is_refused and event.status in BUSY:
+            if attempt.version != self._fleet.expected:
+                return None  # it came into a sync's pause, in which vLLM 0.33 answers 503
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
         if event.kind == "unreachable" and attempt.index in work.ended:

@@ -1,8 +1,8 @@
 """vLLM's HTTP calls: token ids in and out, and the endpoints of its development mode for reinforcement learning.
 
-Checked against 0.32.0. A server must be started with VLLM_SERVER_DEV_MODE=1, --enable-scale-out and
---logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, leaves the temperature out); docs/engines.md has the
-whole command, `vllm_command` builds it.
+Checked against 0.32.0, and the sources of 0.33.0. A server must be started with VLLM_SERVER_DEV_MODE=1,
+--enable-scale-out and --logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, leaves the temperature out);
+docs/engines.md has the whole command, `vllm_command` builds it.
 """
 
 from __future__ import annotations
@@ -360,5 +360,6 @@ def _cpu_environment(servers: int) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_SIM_MULTI_NUMA": "0",  # 0.33 gives each replica a node's memory, and ends where there are too few
         "OMP_NUM_THREADS": str(max(1, cores // (2 * servers))),  # of two logical cores, one is hyper-threading's
     }

@@ -100,7 +100,7 @@ class ServerSide:
 
     def _pause(self, members: Sequence[Member]) -> list[Member]:
         """Running requests are treated by `sync.in_flight`, leftovers of an outage are ended, since their
-        ids come back; new ones wait at the server. Returns those that are paused."""
+        ids come back; new ones wait at the server, or are turned away (vLLM 0.33). Returns those that are paused."""
         return on_each(
             self._fleet,
             members,
