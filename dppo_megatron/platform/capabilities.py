@@ -177,7 +177,7 @@ class Machine:
 def why_gpus_are_unused() -> str:
     """What torch says against GPUs that this machine shows, an old driver for one; empty where there is nothing to say.
     It takes the CPU then, with no more than a warning."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles")  # the last is Slurm's
     if torch.cuda.is_available() or hidden or torch.version.cuda is None or not any(Path("/dev").glob("nvidia[0-9]*")):
         return ""
     try:
