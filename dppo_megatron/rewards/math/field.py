@@ -9,7 +9,6 @@ function changes its branch. What does not follow from these rules is not proved
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from fractions import Fraction
@@ -31,10 +30,6 @@ _SQUARE_POINTS = 12
 
 class _NotRational(Exception):
     """No rational function, nor a letter of its own where those are allowed."""
-
-
-class _Impossible(Exception):
-    """No real numbers have the signs that are tried."""
 
 
 def drawn(purpose: str) -> Random:
@@ -131,6 +126,7 @@ def _letter(name: str, place: str, prime: int) -> int:
             return root if name == "constant i" else value
 
 
+@functools.lru_cache(maxsize=4096)
 def _sign_of_ratio(residue: int, prime: int) -> int:
     """Of the quotient of small numbers that it is; 0 if it is none (the extended Euclidean algorithm, half way)."""
     above, below, before, factor = prime, residue, 0, 1
@@ -145,24 +141,20 @@ class _FieldPoint:
     def __init__(self, part: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
         self._place, self._has_letters, self._work = f"{part}", has_letters, work
         self._prime = _prime(is_gaussian)
-        self._ratios: dict[int, int] = {}
         self._start()
         self._path: list[int] = []
         """The signs that are tried: of the first value that has none, of the next one ..."""
 
     def agree(self, gold: Node, other: Node) -> bool:
         """Whether both trees have the same value, for every combination of signs that there may be."""
-        found = False
         while True:
             self._start()
-            with contextlib.suppress(_Impossible):
-                if self._of(gold) != self._of(other):
-                    return False
-                found = True
+            if self._of(gold) != self._of(other):
+                return False
             while self._path and self._path[-1] < 0:
                 self._path.pop()
             if not self._path:
-                return found
+                return True
             self._path[-1] = -1
 
     def has_root(self, node: Node) -> bool:
@@ -205,8 +197,6 @@ class _FieldPoint:
         value = parts[0]
         if name == "floor":
             return self._whole(value)
-        if name == "mod":
-            return (value - parts[1] * self._whole(value * pow(parts[1], -1, self._prime) % self._prime)) % self._prime
         if name == "max":
             for part in parts[1:]:
                 apart = self._absolute((value - part) % self._prime)
@@ -223,15 +213,13 @@ class _FieldPoint:
         size = self._size_by_factors(node, power)
         if size is not None:
             if power == 1 and value:
-                self._learn(value, 1 if size == value else -1)
+                self._signs.append((value, 1 if size == value else -1))
             return size
         if is_half and _is_square(node):
             value = self._absolute(pow(value, (self._prime + 1) // 4, self._prime))
         elif is_half:
             value = _letter(f"root {value}", self._place, self._prime)
-        elif power % 2 and _never_negative(node):
-            self._learn(value, 1)
-        elif power % 2:
+        elif power % 2 and not _never_negative(node):
             value = self._absolute(value)
         return self._power(value, power.numerator)
 
@@ -261,21 +249,11 @@ class _FieldPoint:
             self._signs.append((value, sign))
         return value * sign % self._prime
 
-    def _learn(self, value: int, sign: int) -> None:
-        """That it has this sign."""
-        if (known := self._sign(value)) and known != sign:
-            raise _Impossible
-        self._signs.append((value, sign))
-
     def _sign(self, value: int) -> int:
         """0 if it is not known."""
         for known, sign in self._signs:
-            self._work.spend(4)
-            ratio = value * pow(known, -1, self._prime) % self._prime
-            if ratio not in self._ratios:
-                self._work.spend(30)
-                self._ratios[ratio] = _sign_of_ratio(ratio, self._prime)
-            if turned := self._ratios[ratio]:
+            self._work.spend(25)
+            if turned := _sign_of_ratio(value * pow(known, -1, self._prime) % self._prime, self._prime):
                 return sign * turned
         return 0
 
