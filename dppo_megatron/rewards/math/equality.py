@@ -41,8 +41,6 @@ _ENOUGH = 3
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
 
-_DIFFERENT = ("different", "one is real")
-
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
     """Whether the trees are equal; None, which `work` keeps in mind, if that cannot be said.
@@ -81,13 +79,11 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
     outcomes = _outcomes(gold, other, points, work)
-    if outcomes[-1] in _DIFFERENT:
+    if outcomes[-1] == "different":
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
         return True
-    if "whole" in outcomes:
-        return _same_wholes(gold, other, names, work)
-    return False if "other branch" in outcomes else None
+    return _same_wholes(gold, other, names, work) if "whole" in outcomes else None
 
 
 def _is_branched(node: Node) -> bool:
@@ -126,14 +122,14 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
         far = numbers.randrange(10**12)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = _outcomes(gold, other, points, work)
-    if outcomes[-1] in _DIFFERENT:
+    if outcomes[-1] == "different":
         return False
     if not {"whole", "outside"}.isdisjoint(outcomes):  # what is defined at the known points only is not the same
         start = sorted(numbers.sample(range(100, 1000), len(names)))
         orders = enumerate([*itertools.permutations(names)] * 4)
         beyond = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
         seen = _outcomes(gold, other, beyond, work)
-        if "equal" not in seen or seen[-1] in _DIFFERENT:
+        if "equal" not in seen or seen[-1] == "different":
             return None
         outcomes += seen
     return outcomes.count("equal") >= 4 * _ENOUGH or None
@@ -154,15 +150,15 @@ def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit)
     outcomes = []
     for point in points:
         outcomes.append(_at(gold, other, point, work))
-        if outcomes[-1] in _DIFFERENT:
+        if outcomes[-1] == "different":
             break
     return outcomes
 
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
-    """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only),
-    `outside` (one has a factorial that is not defined), or `undefined` (or too large). What seems equal is looked at
-    with as many digits as the longest fraction beside the irrational part has, and 40 more."""
+    """`equal`, `different`, `other branch` (of a root), `whole` (defined for whole numbers only), `outside` (one has a
+    factorial that is not defined), or `undefined` (or too large). What seems equal is looked at with as many digits as
+    the longest fraction beside the irrational part has, and 40 more."""
     bits, spent, last = 0, 0, 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
@@ -192,18 +188,15 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
     if left is None or right is None:
         # n!/(n-2)! is n(n-1), but at 1; where other letters stand, the reference has to be whole numbers' own
         is_outside = ours.is_outside or (theirs.is_outside and _WHOLE.issuperset(values))
-        return "undefined" if left is right else "outside" if is_outside else "one is real", 0
+        return "undefined" if left is right or not values else "outside" if is_outside else "different", 0
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return "equal" if left == right else "different", 0
     left, right = ours.lift(left), theirs.lift(right)
     bits, tiny = max(ours.bits, theirs.bits), ours.tiny * max(abs(left), abs(right), ours.largest, theirs.largest)
     if abs(left - right) <= tiny:
         return "equal", bits
-    reals = [abs(value.imag) <= tiny for value in (left, right)]
-    strict = [real and not side.has_branch for real, side in zip(reals, (ours, theirs), strict=True)]
-    if not (ours.has_branch or theirs.has_branch) or all(strict) or (all(reals) and not any(strict)):
-        return "different", bits
-    return "different" if all(reals) else "one is real" if any(reals) else "other branch", bits
+    is_branch = (ours.has_branch or theirs.has_branch) and min(abs(left.imag), abs(right.imag)) > tiny
+    return "other branch" if is_branch else "different", bits
 
 
 def _value(at: Evaluation, node: Node) -> Any:

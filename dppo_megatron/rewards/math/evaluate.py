@@ -256,9 +256,7 @@ class Evaluation:
             return Fraction(math.floor(value))
         if abs(value.imag) > self.tiny or abs(value) > 1e15:
             raise Undefined("rounding of a complex or huge number")
-        near = round(float(value.real))
-        is_near = abs(value.real - near) < self.tiny
-        return Fraction(near if is_near else near - bool(value.real < near))
+        return Fraction(int(self._arithmetic.floor(value.real + self.tiny)))
 
     def _of_wholes(self, name: str, one: int, *others: int) -> Fraction:
         if name in ("gcd", "lcm"):
