@@ -16,7 +16,7 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
+from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _EACH = 6
@@ -78,8 +78,6 @@ def _differ(gold: str, other: str) -> bool:
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
-    if sorted(gold.split("*")) == sorted(other.split("*")):  # the dot product of a and b, and of b and a
-        return False
     if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
         return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
@@ -124,7 +122,7 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
         if len(gold.sides) == len(other.sides) == 2:
             return _same_solutions(gold, other, rules.work)
         pairs = zip(gold.sides, other.sides, strict=False)
-        return gold.ops == other.ops and all(equal_nodes(a, b, rules.exact()) for a, b in pairs)
+        return gold.ops == other.ops and all(equal_nodes([pair], rules.exact()) for pair in pairs)
     chain, plain = (gold, other) if isinstance(gold, answers.Relation) else (other, gold)
     assert isinstance(chain, answers.Relation)
     *before, last = chain.sides
@@ -199,7 +197,7 @@ def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
         return False
     parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
-    return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
+    return equal_nodes([(functools.reduce(lambda one, two: ("+", one, two), parts), value.node)], rules)
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
@@ -215,7 +213,7 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in bare)
     is_joint = [*items] == bare[0] or any(symbols(node) & rules.wholes for node in one)
     if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
-        return equal_together(one, two, rules)
+        return equal_nodes([*zip(one, two, strict=True)], rules)
     return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
 
 
@@ -231,9 +229,9 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     """Names are dropped where the reference has none: a = 1, b = 2 for 1, 2."""
     if any(isinstance(item, Named) for item in gold):
         return items
-    names = [item.name for item in items if isinstance(item, Named)]
-    if len(names) == len(items) and set(names) <= {"x", "y", "z"}:
-        items = tuple(sorted(items, key=lambda item: item.name if isinstance(item, Named) else ""))
+    named = sorted((item for item in items if isinstance(item, Named)), key=lambda item: item.name)
+    if len(named) == len(items) and {item.name for item in named} <= {"x", "y", "z"}:
+        items = tuple(named)
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 
@@ -284,7 +282,7 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return equal_together((gold.low, gold.high), (other.low, other.high), rules)
+    return equal_nodes([(gold.low, other.low), (gold.high, other.high)], rules)
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:

@@ -32,10 +32,10 @@ from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
 _MAX_PERIOD = 60
+_PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
-_PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
@@ -140,9 +140,7 @@ def _has_period(node: Node) -> bool:
     others = [part for part in node[2:] if part[0] != "n"]
     if node[0] == "^":  # of (n/2)^5 it is 32
         return not others and all(part[0] in "s+-*^" or (part[0] == "n" and part[1] % 1 == 0) for part in walk(node))
-    if node[0] == "f":
-        return node[1] in _PERIODIC and len(others) == 1 and (node[1] != "mod" or others[0] == node[2])
-    return node[0] in "ns+-*" or (node[0] == "/" and not others)
+    return node[0] in "ns+-*" or node[:2] == ("f", "floor") or (node[0] == "/" and not others)
 
 
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:

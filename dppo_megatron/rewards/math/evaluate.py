@@ -234,8 +234,6 @@ class Evaluation:
         self.work.spend(bits**2 >> 21)
         if name == "mod":
             return values[0] % values[1]
-        if name == "binom" and values[0].denominator != 1 and values[1] in range(100):
-            return math.prod((values[0] - index) / (index + 1) for index in range(int(values[1])))
         if any(value.denominator != 1 for value in values):
             raise Discrete(name)
         return self._of_wholes(name, *map(int, values))
