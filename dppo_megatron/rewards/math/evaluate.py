@@ -55,7 +55,6 @@ class WorkLimit:
         """Raises TooBig where there are not as many left, from then on always."""
         self.left -= operations
         if self.left < 0:
-            self.left = -1
             raise TooBig("too many operations")
 
 
@@ -158,8 +157,7 @@ class Evaluation:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
         if bits > 2 * _MAX_BITS:
             raise TooBig
-        if bits > 512:
-            self.work.spend(bits // (4096 if value.denominator == 1 else 256))
+        self.work.spend(bits // (4096 if value.denominator == 1 else 256))
         return value
 
     def _power(self, base: Node, exponent: Node) -> Any:
