@@ -210,25 +210,21 @@ class _FieldPoint:
         if ("c", "i") in walk(node):  # neither u nor -u
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
-        size = self._size_by_factors(node, power)
-        if size is not None:
-            if power == 1 and value:
-                self._signs.append((value, 1 if size == value else -1))
-            return size
-        if is_half and _is_square(node):
-            value = self._absolute(pow(value, (self._prime + 1) // 4, self._prime))
-        elif is_half:
-            value = _letter(f"root {value}", self._place, self._prime)
-        elif power % 2 and not _never_negative(node):
-            value = self._absolute(value)
-        return self._power(value, power.numerator)
-
-    def _size_by_factors(self, node: Node, power: Fraction) -> int | None:
-        if node[0] in ("*", "/") and (power.denominator == 1 or any(map(_never_negative, node[1:]))):
-            other = self._size(node[2], power)
-            return self._size(node[1], power) * (other if node[0] == "*" else pow(other, -1, self._prime)) % self._prime
         times = _whole_power(node) if node[0] == "^" else None
-        return None if times is None else self._size(node[1], power * times)
+        if times is not None:
+            size = self._size(node[1], power * times)
+        elif node[0] in ("*", "/") and (not is_half or any(map(_never_negative, node[1:]))):
+            two, one = self._size(node[2], power), self._size(node[1], power)
+            size = one * (two if node[0] == "*" else pow(two, -1, self._prime)) % self._prime
+        elif is_half and not _is_square(node):
+            return self._power(_letter(f"root {value}", self._place, self._prime), power.numerator)
+        else:
+            base = pow(value, (self._prime + 1) // 4, self._prime) if is_half else value
+            is_signed = is_half or (power % 2 and not _never_negative(node))
+            return self._power(self._absolute(base) if is_signed else base, power.numerator)
+        if power == 1 and value:
+            self._signs.append((value, 1 if size == value else -1))
+        return size
 
     def _power(self, base: int, power: int) -> int:
         if not base and power <= 0:
