@@ -18,15 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols, walk
-from dppo_megatron.rewards.math.evaluate import (
-    Discrete,
-    Evaluation,
-    Point,
-    TooBig,
-    Undefined,
-    WorkLimit,
-    operation_cost,
-)
+from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
 _WHOLE = frozenset("nmkljNMK")
@@ -157,25 +149,23 @@ def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `other branch` (of a root), `whole` (defined for whole numbers only), `outside` (one has a
     factorial that is not defined), or `undefined` (or too large). What seems equal is looked at with as many digits as
     the longest fraction beside the irrational part has, and 40 more."""
-    bits, spent, last = 0, 0, 0
+    bits = 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
             continue
         # e^{5t} at t = 290 takes 2000 digits: one far point must not take what the others need
-        if values and spent * operation_cost(digits) > work.left // 2 * operation_cost(last):
-            return "undefined"
-        left = work.left
+        allowed = work.left // 2 if values else work.left
+        part = WorkLimit(allowed)
         try:
-            found, bits = _compared(gold, other, values, digits, work)
+            found, bits = _compared(gold, other, values, digits, part)
         except Discrete:
             return "whole"
         except (TooBig, OverflowError):
-            if work.left < 0:
-                raise
             return "undefined"
+        finally:
+            work.left -= allowed - part.left
         if found != "equal" or digits >= 40 + bits // 3:
             return found
-        spent, last = left - work.left, digits
     return "undefined"
 
 

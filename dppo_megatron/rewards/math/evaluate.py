@@ -67,11 +67,6 @@ def _arithmetic(digits: int) -> Any:
     return context
 
 
-def operation_cost(digits: int) -> int:
-    """Of an operation on numbers with so many digits, in those of a `WorkLimit`."""
-    return 3 + digits * digits // 2500
-
-
 def rational(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
     """The exact value; None if the tree is not rational, has no value (0/0) or is not worth computing."""
     value = _value(node, values, work)
@@ -100,7 +95,7 @@ class Evaluation:
 
     def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
         self.values, self.work = dict(values), work
-        self._arithmetic, self._cost = _arithmetic(digits), operation_cost(digits)
+        self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
         """Relative to the terms: what differs by less may be equal. 20 digits are for rounding errors."""
         self.has_branch = False
