@@ -154,14 +154,13 @@ def _only_names(node: Node, operations: str) -> bool:
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
-        for row, plain in ((gold, other), (other, gold)):
-            if isinstance(row, AnswerList) and row.kind in ("tuple", "grid") and isinstance(plain, Value):
-                return _is_sum_of(row, plain, rules)
-        ours, theirs = (
-            row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
-            for row in (gold, other)
-        )
-        return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
+        row, plain = (gold, other) if isinstance(gold, AnswerList) else (other, gold)
+        assert isinstance(row, AnswerList)
+        if row.kind in ("tuple", "grid") and isinstance(plain, Value):
+            return _is_sum_of(row, plain, rules)
+        if row.kind != "set" or len(row.items) != 1:
+            return False
+        return equal(row.items[0], plain, rules) if row is gold else equal(plain, row.items[0], rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
     if kinds & {"cases", "ratio", "grid"}:
         if len(kinds) > 1:

@@ -190,14 +190,14 @@ class Evaluation:
                 return result
         base = self.lift(base)
         if power == Fraction(1, 2):
-            self.has_branch |= not _is_positive(base)
+            self.has_branch |= bool(base.imag or base.real <= 0)
             return self._called("sqrt", base)
         return self._called("exp", self.lift(power) * self._ln(base))
 
     def _ln(self, value: Any) -> Any:
         if not value:
             raise Undefined("logarithm of 0")
-        self.has_branch |= not _is_positive(value)
+        self.has_branch |= bool(value.imag or value.real <= 0)
         return self._called("log", value)
 
     def _called(self, name: str, value: Any) -> Any:
@@ -287,10 +287,6 @@ class Evaluation:
 @functools.cache  # a sum of factorials would compute each of them anew
 def _factorials() -> list[int]:
     return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
-
-
-def _is_positive(value: Any) -> bool:
-    return not value.imag and bool(value.real > 0)
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:

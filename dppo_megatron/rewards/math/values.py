@@ -93,7 +93,7 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
     scaled = ("*" if is_stated else "/", other.node, ("n", Fraction(100)))
     if not alike and equal_nodes([(gold.node, scaled)], rules):
         return True
-    value = None if symbols(gold.node) else rational(gold.node)
+    value = rational(gold.node)
     is_count = value is not None and (value.denominator == 1 or abs(value) > 1)
     return (is_stated or is_count) and equal_nodes([(gold.node, other.node)], rules)
 
