@@ -237,15 +237,11 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
 def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
     """In any order; first, unless each has a rule of its own, those that are written alike: a long list would take n^2
     comparisons."""
-    left, open_ones = list(other), []
-    for index, item in enumerate(gold):
-        if item in left and len(rules.tolerances) < 2:
-            left.remove(item)
-        else:
-            open_ones.append((index, item))
-    for index, item in open_ones:
-        alike = (candidate for candidate in left if equal(item, candidate, rules.item(index)))
-        if (found := next(alike, None)) is None:
+    left = list(other)
+    for index, item in sorted(enumerate(gold), key=lambda at: at[1] not in other):
+        is_there = item in left and len(rules.tolerances) < 2
+        found = item if is_there else next((one for one in left if equal(item, one, rules.item(index))), None)
+        if found is None:
             return False
         left.remove(found)
     return not left
