@@ -242,7 +242,8 @@ FACTORIALS = {
     r"\frac{(2n)!}{n!}": ["2^n(2n-1)!!"],
 }
 KNOWN_POINTS = ["0(12-n)!(n-1)!", f"0(\\frac{{{NODES}}}{{1000000007}})!", "0(n-1)!2^{2^{2n}}"]
-"""Factorials that are defined, or short enough to be computed, where the small points are."""
+KNOWN_POINTS += [f"0\\sum_{{k=1}}^{{1+({NODES})^2}} 1", f"0\\prod_{{k=1}}^{{1+({NODES})^2}} 2"]
+"""Factorials, sums and products that are defined, or short enough to be computed, where the small points are."""
 
 
 def test_factorials_that_are_not_defined_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +348,7 @@ def test_rewritten_functions_are_found_equal(cases: Choose, monkeypatch: pytest.
         ("1", "\\gcd(n^7+1,(n+1)^7+1)", 0),
         ("n", "n+\\sum_{k=0}^{16}i^{4kn/17}", 0),
         ("n", "n+\\cos^{40000}(\\frac{\\pi n}{13})", 0),
+        ("n", "n+(1+(-1)^n)\\sum_{k=1}^{1+10^9(1+(-1)^n)} 1", 0),
         ("\\sin x", "\\sin x+\\frac{1}{\\cosh(40(x-7))^3}", 0),
         ("\\sin 1", "\\sin 1+e^{-200}", 0),
         ("\\lfloor (n+1)^2/4 \\rfloor", "\\frac{2n^2+4n+1-(-1)^n}{8}", 1),

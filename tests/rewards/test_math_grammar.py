@@ -231,7 +231,7 @@ CASES = [
     case("-7", [r"\vec{a}\cdot\vec{b}=-7"], [r"\vec{a}\cdot\vec{b}=7", r"\vec a\times\vec b=-7"]),
     case(
         r"\vec{a}\cdot\vec{b}=-7",
-        ["-7", r"\vec a\cdot\vec b=-7", r"\vec b\cdot\vec a=-7"],
+        ["-7", r"\vec a\cdot\vec b=-7"],
         ["7", r"\vec a\cdot\vec c=-7", r"\vec a\times\vec b=-7", r"ab=-7", r"\vec a=-7"],
     ),
     case("8", [r"\overrightarrow{AB}\cdot\overrightarrow{AC}=8"], [r"\overrightarrow{AB}\cdot\overrightarrow{AC}=-8"]),

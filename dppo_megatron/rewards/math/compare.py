@@ -16,7 +16,7 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_together, equal_values
+from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _EACH = 6
@@ -78,8 +78,6 @@ def _differ(gold: str, other: str) -> bool:
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
-    if sorted(gold.split("*")) == sorted(other.split("*")):  # the dot product of a and b, and of b and a
-        return False
     if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
         return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
@@ -124,7 +122,7 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
         if len(gold.sides) == len(other.sides) == 2:
             return _same_solutions(gold, other, rules.work)
         pairs = zip(gold.sides, other.sides, strict=False)
-        return gold.ops == other.ops and all(equal_nodes(a, b, rules.exact()) for a, b in pairs)
+        return gold.ops == other.ops and all(equal_nodes([pair], rules.exact()) for pair in pairs)
     chain, plain = (gold, other) if isinstance(gold, answers.Relation) else (other, gold)
     assert isinstance(chain, answers.Relation)
     *before, last = chain.sides
@@ -156,14 +154,13 @@ def _only_names(node: Node, operations: str) -> bool:
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Order matters in tuples only; how often something is listed matters in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
-        for row, plain in ((gold, other), (other, gold)):
-            if isinstance(row, AnswerList) and row.kind in ("tuple", "grid") and isinstance(plain, Value):
-                return _is_sum_of(row, plain, rules)
-        ours, theirs = (
-            row.items[0] if isinstance(row, AnswerList) and row.kind == "set" and len(row.items) == 1 else row
-            for row in (gold, other)
-        )
-        return (ours, theirs) != (gold, other) and equal(ours, theirs, rules)  # {5} and 5
+        row, plain = (gold, other) if isinstance(gold, AnswerList) else (other, gold)
+        assert isinstance(row, AnswerList)
+        if row.kind in ("tuple", "grid") and isinstance(plain, Value):
+            return _is_sum_of(row, plain, rules)
+        if row.kind != "set" or len(row.items) != 1:
+            return False
+        return equal(row.items[0], plain, rules) if row is gold else equal(plain, row.items[0], rules)  # {5} and 5
     kinds = {gold.kind, other.kind}
     if kinds & {"cases", "ratio", "grid"}:
         if len(kinds) > 1:
@@ -199,7 +196,7 @@ def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
         return False
     parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
-    return equal_nodes(functools.reduce(lambda one, two: ("+", one, two), parts), value.node, rules)
+    return equal_nodes([(functools.reduce(lambda one, two: ("+", one, two), parts), value.node)], rules)
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
@@ -215,7 +212,7 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in bare)
     is_joint = [*items] == bare[0] or any(symbols(node) & rules.wholes for node in one)
     if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
-        return equal_together(one, two, rules)
+        return equal_nodes([*zip(one, two, strict=True)], rules)
     return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
 
 
@@ -231,24 +228,20 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     """Names are dropped where the reference has none: a = 1, b = 2 for 1, 2."""
     if any(isinstance(item, Named) for item in gold):
         return items
-    names = [item.name for item in items if isinstance(item, Named)]
-    if len(names) == len(items) and set(names) <= {"x", "y", "z"}:
-        items = tuple(sorted(items, key=lambda item: item.name if isinstance(item, Named) else ""))
+    named = sorted((item for item in items if isinstance(item, Named)), key=lambda item: item.name)
+    if len(named) == len(items) and {item.name for item in named} <= {"x", "y", "z"}:
+        items = tuple(named)
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 
 def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
     """In any order; first, unless each has a rule of its own, those that are written alike: a long list would take n^2
     comparisons."""
-    left, open_ones = list(other), []
-    for index, item in enumerate(gold):
-        if item in left and len(rules.tolerances) < 2:
-            left.remove(item)
-        else:
-            open_ones.append((index, item))
-    for index, item in open_ones:
-        alike = (candidate for candidate in left if equal(item, candidate, rules.item(index)))
-        if (found := next(alike, None)) is None:
+    left = list(other)
+    for index, item in sorted(enumerate(gold), key=lambda at: at[1] not in other):
+        is_there = item in left and len(rules.tolerances) < 2
+        found = item if is_there else next((one for one in left if equal(item, one, rules.item(index))), None)
+        if found is None:
             return False
         left.remove(found)
     return not left
@@ -284,7 +277,7 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
-    return equal_together((gold.low, gold.high), (other.low, other.high), rules)
+    return equal_nodes([(gold.low, other.low), (gold.high, other.high)], rules)
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:

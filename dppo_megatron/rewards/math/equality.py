@@ -18,30 +18,20 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols, walk
-from dppo_megatron.rewards.math.evaluate import (
-    Discrete,
-    Evaluation,
-    Point,
-    TooBig,
-    Undefined,
-    WorkLimit,
-    operation_cost,
-)
+from dppo_megatron.rewards.math.evaluate import Discrete, Evaluation, Point, TooBig, Undefined, WorkLimit
 from dppo_megatron.rewards.math.field import drawn, proved_equal, steps
 
 _WHOLE = frozenset("nmkljNMK")
 _MAX_NAMES = 12
 _MAX_PERIOD = 60
+_PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
 """Which of the sizes are for points of which one variable, or all, are below zero."""
-_PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _ENOUGH = 3
 """Points at which two functions have to be equal; of whole numbers, four times as many."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
 """Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
-
-_DIFFERENT = ("different", "one is real")
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
@@ -81,13 +71,11 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
     outcomes = _outcomes(gold, other, points, work)
-    if outcomes[-1] in _DIFFERENT:
+    if outcomes[-1] == "different":
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
         return True
-    if "whole" in outcomes:
-        return _same_wholes(gold, other, names, work)
-    return False if "other branch" in outcomes else None
+    return _same_wholes(gold, other, names, work) if "whole" in outcomes else None
 
 
 def _is_branched(node: Node) -> bool:
@@ -113,7 +101,11 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     if len(names) > 3 or ("c", "i") in sums or ("c", "pi") in sums:  # a sum of 17 cosines is 0 but at every 17th n
         return None
     numbers = drawn(f"whole {names}")
-    points = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
+    points: list[Point] = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
+    start = sorted(numbers.sample(range(100, 500), len(names)))
+    orders = enumerate([*itertools.permutations(names)] * 4)
+    points += [{name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders]
+    near = len(points)
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(numbers.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
@@ -126,16 +118,11 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
         far = numbers.randrange(10**12)
         points += [{names[0]: Fraction(start + whole)} for start in (12, far) for whole in range(1, period + 1)]
     outcomes = _outcomes(gold, other, points, work)
-    if outcomes[-1] in _DIFFERENT:
+    if outcomes[-1] == "different":
         return False
-    if not {"whole", "outside"}.isdisjoint(outcomes):  # what is defined at the known points only is not the same
-        start = sorted(numbers.sample(range(100, 1000), len(names)))
-        orders = enumerate([*itertools.permutations(names)] * 4)
-        beyond = ({name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders)
-        seen = _outcomes(gold, other, beyond, work)
-        if "equal" not in seen or seen[-1] in _DIFFERENT:
-            return None
-        outcomes += seen
+    # what has a value, or is short enough, at the known points only is not the same
+    if "equal" not in outcomes[12:near] or "too big" in outcomes[12:near]:
+        return None
     return outcomes.count("equal") >= 4 * _ENOUGH or None
 
 
@@ -144,9 +131,7 @@ def _has_period(node: Node) -> bool:
     others = [part for part in node[2:] if part[0] != "n"]
     if node[0] == "^":  # of (n/2)^5 it is 32
         return not others and all(part[0] in "s+-*^" or (part[0] == "n" and part[1] % 1 == 0) for part in walk(node))
-    if node[0] == "f":
-        return node[1] in _PERIODIC and len(others) == 1 and (node[1] != "mod" or others[0] == node[2])
-    return node[0] in "ns+-*" or (node[0] == "/" and not others)
+    return node[0] in "ns+-*" or node[:2] == ("f", "floor") or (node[0] == "/" and not others)
 
 
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:
@@ -154,35 +139,33 @@ def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit)
     outcomes = []
     for point in points:
         outcomes.append(_at(gold, other, point, work))
-        if outcomes[-1] in _DIFFERENT:
+        if outcomes[-1] == "different":
             break
     return outcomes
 
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
-    """`equal`, `different`, `one is real` (or defined), `other branch`, `whole` (defined for whole numbers only),
-    `outside` (one has a factorial that is not defined), or `undefined` (or too large). What seems equal is looked at
-    with as many digits as the longest fraction beside the irrational part has, and 40 more."""
-    bits, spent, last = 0, 0, 0
+    """`equal`, `different`, `other branch` (of a root), `whole` (defined for whole numbers only), `outside` (one has a
+    factorial that is not defined), or `undefined` (or too large). What seems equal is looked at with as many digits as
+    the longest fraction beside the irrational part has, and 40 more."""
+    bits = 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
             continue
         # e^{5t} at t = 290 takes 2000 digits: one far point must not take what the others need
-        if values and spent * operation_cost(digits) > work.left // 2 * operation_cost(last):
-            return "undefined"
-        left = work.left
+        allowed = work.left // 2 if values else work.left
+        part = WorkLimit(allowed)
         try:
-            found, bits = _compared(gold, other, values, digits, work)
+            found, bits = _compared(gold, other, values, digits, part)
         except Discrete:
             return "whole"
         except (TooBig, OverflowError):
-            if work.left < 0:
-                raise
-            return "undefined"
+            return "too big"
+        finally:
+            work.left -= allowed - part.left
         if found != "equal" or digits >= 40 + bits // 3:
             return found
-        spent, last = left - work.left, digits
-    return "undefined"
+    return "too big"
 
 
 def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLimit) -> tuple[str, int]:
@@ -192,18 +175,15 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
     if left is None or right is None:
         # n!/(n-2)! is n(n-1), but at 1; where other letters stand, the reference has to be whole numbers' own
         is_outside = ours.is_outside or (theirs.is_outside and _WHOLE.issuperset(values))
-        return "undefined" if left is right else "outside" if is_outside else "one is real", 0
+        return "undefined" if left is right or not values else "outside" if is_outside else "different", 0
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return "equal" if left == right else "different", 0
     left, right = ours.lift(left), theirs.lift(right)
     bits, tiny = max(ours.bits, theirs.bits), ours.tiny * max(abs(left), abs(right), ours.largest, theirs.largest)
     if abs(left - right) <= tiny:
         return "equal", bits
-    reals = [abs(value.imag) <= tiny for value in (left, right)]
-    strict = [real and not side.has_branch for real, side in zip(reals, (ours, theirs), strict=True)]
-    if not (ours.has_branch or theirs.has_branch) or all(strict) or (all(reals) and not any(strict)):
-        return "different", bits
-    return "different" if all(reals) else "one is real" if any(reals) else "other branch", bits
+    is_branch = (ours.has_branch or theirs.has_branch) and min(abs(left.imag), abs(right.imag)) > tiny
+    return "other branch" if is_branch else "different", bits
 
 
 def _value(at: Evaluation, node: Node) -> Any:

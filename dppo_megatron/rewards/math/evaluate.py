@@ -55,7 +55,6 @@ class WorkLimit:
         """Raises TooBig where there are not as many left, from then on always."""
         self.left -= operations
         if self.left < 0:
-            self.left = -1
             raise TooBig("too many operations")
 
 
@@ -66,11 +65,6 @@ def _arithmetic(digits: int) -> Any:
     context = mpmath.mp.clone()
     context.dps = digits
     return context
-
-
-def operation_cost(digits: int) -> int:
-    """Of an operation on numbers with so many digits, in those of a `WorkLimit`."""
-    return 3 + digits * digits // 2500
 
 
 def rational(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
@@ -101,7 +95,7 @@ class Evaluation:
 
     def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
         self.values, self.work = dict(values), work
-        self._arithmetic, self._cost = _arithmetic(digits), operation_cost(digits)
+        self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
         """Relative to the terms: what differs by less may be equal. 20 digits are for rounding errors."""
         self.has_branch = False
@@ -158,8 +152,7 @@ class Evaluation:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
         if bits > 2 * _MAX_BITS:
             raise TooBig
-        if bits > 512:
-            self.work.spend(bits // (4096 if value.denominator == 1 else 256))
+        self.work.spend(bits // (4096 if value.denominator == 1 else 256))
         return value
 
     def _power(self, base: Node, exponent: Node) -> Any:
@@ -197,14 +190,14 @@ class Evaluation:
                 return result
         base = self.lift(base)
         if power == Fraction(1, 2):
-            self.has_branch |= not _is_positive(base)
+            self.has_branch |= bool(base.imag or base.real <= 0)
             return self._called("sqrt", base)
         return self._called("exp", self.lift(power) * self._ln(base))
 
     def _ln(self, value: Any) -> Any:
         if not value:
             raise Undefined("logarithm of 0")
-        self.has_branch |= not _is_positive(value)
+        self.has_branch |= bool(value.imag or value.real <= 0)
         return self._called("log", value)
 
     def _called(self, name: str, value: Any) -> Any:
@@ -234,8 +227,6 @@ class Evaluation:
         self.work.spend(bits**2 >> 21)
         if name == "mod":
             return values[0] % values[1]
-        if name == "binom" and values[0].denominator != 1 and values[1] in range(100):
-            return math.prod((values[0] - index) / (index + 1) for index in range(int(values[1])))
         if any(value.denominator != 1 for value in values):
             raise Discrete(name)
         return self._of_wholes(name, *map(int, values))
@@ -256,9 +247,7 @@ class Evaluation:
             return Fraction(math.floor(value))
         if abs(value.imag) > self.tiny or abs(value) > 1e15:
             raise Undefined("rounding of a complex or huge number")
-        near = round(float(value.real))
-        is_near = abs(value.real - near) < self.tiny
-        return Fraction(near if is_near else near - bool(value.real < near))
+        return Fraction(int(self._arithmetic.floor(value.real + self.tiny)))
 
     def _of_wholes(self, name: str, one: int, *others: int) -> Fraction:
         if name in ("gcd", "lcm"):
@@ -298,10 +287,6 @@ class Evaluation:
 @functools.cache  # a sum of factorials would compute each of them anew
 def _factorials() -> list[int]:
     return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
-
-
-def _is_positive(value: Any) -> bool:
-    return not value.imag and bool(value.real > 0)
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:

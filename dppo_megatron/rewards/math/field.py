@@ -9,7 +9,6 @@ function changes its branch. What does not follow from these rules is not proved
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from fractions import Fraction
@@ -31,10 +30,6 @@ _SQUARE_POINTS = 12
 
 class _NotRational(Exception):
     """No rational function, nor a letter of its own where those are allowed."""
-
-
-class _Impossible(Exception):
-    """No real numbers have the signs that are tried."""
 
 
 def drawn(purpose: str) -> Random:
@@ -131,6 +126,7 @@ def _letter(name: str, place: str, prime: int) -> int:
             return root if name == "constant i" else value
 
 
+@functools.lru_cache(maxsize=4096)
 def _sign_of_ratio(residue: int, prime: int) -> int:
     """Of the quotient of small numbers that it is; 0 if it is none (the extended Euclidean algorithm, half way)."""
     above, below, before, factor = prime, residue, 0, 1
@@ -145,24 +141,20 @@ class _FieldPoint:
     def __init__(self, part: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
         self._place, self._has_letters, self._work = f"{part}", has_letters, work
         self._prime = _prime(is_gaussian)
-        self._ratios: dict[int, int] = {}
         self._start()
         self._path: list[int] = []
         """The signs that are tried: of the first value that has none, of the next one ..."""
 
     def agree(self, gold: Node, other: Node) -> bool:
         """Whether both trees have the same value, for every combination of signs that there may be."""
-        found = False
         while True:
             self._start()
-            with contextlib.suppress(_Impossible):
-                if self._of(gold) != self._of(other):
-                    return False
-                found = True
+            if self._of(gold) != self._of(other):
+                return False
             while self._path and self._path[-1] < 0:
                 self._path.pop()
             if not self._path:
-                return found
+                return True
             self._path[-1] = -1
 
     def has_root(self, node: Node) -> bool:
@@ -205,8 +197,6 @@ class _FieldPoint:
         value = parts[0]
         if name == "floor":
             return self._whole(value)
-        if name == "mod":
-            return (value - parts[1] * self._whole(value * pow(parts[1], -1, self._prime) % self._prime)) % self._prime
         if name == "max":
             for part in parts[1:]:
                 apart = self._absolute((value - part) % self._prime)
@@ -220,27 +210,21 @@ class _FieldPoint:
         if ("c", "i") in walk(node):  # neither u nor -u
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
-        size = self._size_by_factors(node, power)
-        if size is not None:
-            if power == 1 and value:
-                self._learn(value, 1 if size == value else -1)
-            return size
-        if is_half and _is_square(node):
-            value = self._absolute(pow(value, (self._prime + 1) // 4, self._prime))
-        elif is_half:
-            value = _letter(f"root {value}", self._place, self._prime)
-        elif power % 2 and _never_negative(node):
-            self._learn(value, 1)
-        elif power % 2:
-            value = self._absolute(value)
-        return self._power(value, power.numerator)
-
-    def _size_by_factors(self, node: Node, power: Fraction) -> int | None:
-        if node[0] in ("*", "/") and (power.denominator == 1 or any(map(_never_negative, node[1:]))):
-            other = self._size(node[2], power)
-            return self._size(node[1], power) * (other if node[0] == "*" else pow(other, -1, self._prime)) % self._prime
         times = _whole_power(node) if node[0] == "^" else None
-        return None if times is None else self._size(node[1], power * times)
+        if times is not None:
+            size = self._size(node[1], power * times)
+        elif node[0] in ("*", "/") and (not is_half or any(map(_never_negative, node[1:]))):
+            two, one = self._size(node[2], power), self._size(node[1], power)
+            size = one * (two if node[0] == "*" else pow(two, -1, self._prime)) % self._prime
+        elif is_half and not _is_square(node):
+            return self._power(_letter(f"root {value}", self._place, self._prime), power.numerator)
+        else:
+            base = pow(value, (self._prime + 1) // 4, self._prime) if is_half else value
+            is_signed = is_half or (power % 2 and not _never_negative(node))
+            return self._power(self._absolute(base) if is_signed else base, power.numerator)
+        if power == 1 and value:
+            self._signs.append((value, 1 if size == value else -1))
+        return size
 
     def _power(self, base: int, power: int) -> int:
         if not base and power <= 0:
@@ -261,21 +245,11 @@ class _FieldPoint:
             self._signs.append((value, sign))
         return value * sign % self._prime
 
-    def _learn(self, value: int, sign: int) -> None:
-        """That it has this sign."""
-        if (known := self._sign(value)) and known != sign:
-            raise _Impossible
-        self._signs.append((value, sign))
-
     def _sign(self, value: int) -> int:
         """0 if it is not known."""
         for known, sign in self._signs:
-            self._work.spend(4)
-            ratio = value * pow(known, -1, self._prime) % self._prime
-            if ratio not in self._ratios:
-                self._work.spend(30)
-                self._ratios[ratio] = _sign_of_ratio(ratio, self._prime)
-            if turned := self._ratios[ratio]:
+            self._work.spend(25)
+            if turned := _sign_of_ratio(value * pow(known, -1, self._prime) % self._prime, self._prime):
                 return sign * turned
         return 0
 

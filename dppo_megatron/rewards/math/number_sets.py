@@ -25,10 +25,10 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
     """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
     nodes = [parse(side) for side in sides]
     if set(ops) <= {">", "\\ge"}:
-        nodes.reverse()
-        ops = [answers.TURNED[op] for op in reversed(ops)]
+        nodes, ops = nodes[::-1], [answers.TURNED[op] for op in reversed(ops)]
+    relation = answers.Relation(tuple(nodes), tuple(ops))
     if len(nodes) == 2:
-        return _solved(nodes[0], ops[0], nodes[1]) or answers.Relation(tuple(nodes), tuple(ops))
+        return _solved(nodes[0], ops[0], nodes[1]) or relation
     if len(nodes) == 3 and set(ops) <= {"<", "\\le"}:
         low, middle, high = nodes
         if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
@@ -36,7 +36,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
         ends = _solved(low, ops[0], middle), _solved(middle, ops[1], high)
         if ends[0] and ends[1] and not symbols(low) | symbols(high) and (both := intersection(ends[0], ends[1])):
             return both
-    return answers.Relation(tuple(nodes), tuple(ops))
+    return relation
 
 
 def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
@@ -150,7 +150,7 @@ def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
     placed = _placed(normal(spans))
     for low, high, _ in placed or ():
         first, end = max(low[0], least), high[0]
-        if end - first > _MAX_MEMBERS or math.isinf(first):
+        if not end - first <= _MAX_MEMBERS:  # or no number at all
             raise Unreadable("too many whole numbers")
         members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
     if placed is None:

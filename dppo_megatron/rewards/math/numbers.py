@@ -44,7 +44,6 @@ _RUN = regex(
     rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
 )
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
-_ANY = regex("|".join((*_SMALL, "half", "hundred", "thousand", "million", "dozen", "quarter")), re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -114,7 +113,7 @@ def with_digits(text: str) -> str:
         # what an expression follows would become a product; twenty second is no number of seconds
         return run.group() if value is None or _GOES_ON.match(text, run.end()) else str(value)
 
-    return _RUN.sub(as_digits, text) if _ANY.search(text) else text
+    return _RUN.sub(as_digits, text)
 
 
 def _whole(words: Sequence[str]) -> int | None:

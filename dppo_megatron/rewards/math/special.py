@@ -101,8 +101,7 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
-    based = WRAPPED_TEXT.sub(r"\1", text) if "}_" in text else text
-    if match := _BASED.fullmatch(based) or _BASED_WORDS.fullmatch(text):
+    if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
@@ -130,13 +129,9 @@ def _residues(text: str, modulus: int, are_left_out: bool) -> Answer | None:
 
 def without_sentence(text: str) -> str:
     """What `the solution is ...` or `The largest n is ...` says."""
-    wrapped = WRAPPED_TEXT.fullmatch(text)
-    if wrapped and (inner := without_sentence(wrapped[1])) != wrapped[1]:
-        return inner
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
-    says = text.count(":") < 2 and any(sign in text for sign in (" is ", " are ", " is}", " are}", ": "))
-    match = _SENTENCE.fullmatch(text) if says else None
+    match = _SENTENCE.fullmatch(text) if text.count(":") < 2 else None
     if match and re.search(r"[\d\\]", match["rest"]) and DOUBTS.isdisjoint(re.findall("[a-z]+", match[0].lower())):
         return match["rest"].strip()
     return text
@@ -187,17 +182,17 @@ def without_clauses(text: str, gold: str | None = None) -> str:
         >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")
         ('f(x)=x', 'x for all x > 7')
     """
-    if not ("for" in text or "\\in" in text or "wh" in text or "with" in text) or "\\begin{cases}" in text:
+    if "\\begin{cases}" in text:
         return text
-    stated = None if gold is None else set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
-    if stated is not None and _OF_RESIDUES.search(gold or ""):
+    if gold is None:
+        return _CLAUSE.sub("", text).strip() or text
+    stated = set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
+    if _OF_RESIDUES.search(gold):
         stated.add("integer")
     return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
 
 
-def _says_no_less(clause: str, stated: set[str] | None) -> bool:
-    if stated is None:
-        return True
+def _says_no_less(clause: str, stated: set[str]) -> bool:
     words, letters = _domain(clause), _letters(clause)
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False

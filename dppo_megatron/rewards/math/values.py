@@ -71,8 +71,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
             return False
         if gold_unit.dimension == other_unit.dimension and gold_unit.factor != other_unit.factor:
             in_gold_unit = ("*", other.node, ("n", other_unit.factor / gold_unit.factor))
-            return equal_nodes(gold.node, in_gold_unit, rules)
-    return equal_nodes(gold.node, other.node, rules)
+            return equal_nodes([(gold.node, in_gold_unit)], rules)
+    return equal_nodes([(gold.node, other.node)], rules)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
@@ -91,21 +91,15 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
         return False
     is_stated = gold_unit.dimension == "percent"
     scaled = ("*" if is_stated else "/", other.node, ("n", Fraction(100)))
-    if not alike and equal_nodes(gold.node, scaled, rules):
+    if not alike and equal_nodes([(gold.node, scaled)], rules):
         return True
-    value = None if symbols(gold.node) else rational(gold.node)
+    value = rational(gold.node)
     is_count = value is not None and (value.denominator == 1 or abs(value) > 1)
-    return (is_stated or is_count) and equal_nodes(gold.node, other.node, rules)
+    return (is_stated or is_count) and equal_nodes([(gold.node, other.node)], rules)
 
 
-def equal_nodes(gold: Node, other: Node, rules: Rules) -> bool:
-    """Whether two parsed expressions have the same value."""
-    return equal_together((gold,), (other,), rules)
-
-
-def equal_together(golds: Sequence[Node], others: Sequence[Node], rules: Rules) -> bool:
-    """Whether expressions have the same values pair by pair, a parameter's letter standing for one number in all."""
-    pairs = list(zip(golds, others, strict=True))
+def equal_nodes(pairs: Sequence[tuple[Node, Node]], rules: Rules) -> bool:
+    """Whether the expressions of each pair have the same value, a parameter's letter standing for one number in all."""
     left = [pair for pair in pairs if not _equal(*pair, rules)]
     if not left or any(INFINITY in walk(side) for pair in left for side in pair):
         return not left
