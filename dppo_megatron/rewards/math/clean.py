@@ -38,8 +38,7 @@ _UNICODE = str.maketrans(_SPELLED)
 _plain = functools.partial(unicodedata.normalize, "NFKC")  # full-width forms, letters of mathematical alphabets, spaces
 _FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _CIRCLED = regex("[\u2460-\u2468]+")
-_RUN_OF_POWERS = regex("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
-_RUN_OF_INDICES = regex("[₀-₉]+")
+_RAISED_OR_LOWERED = regex("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|[₀-₉]+")
 
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
@@ -193,8 +192,7 @@ def to_ascii(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _RUN_OF_POWERS.sub(lambda run: f"^{{{_plain(run.group())}}}", text)
-    text = _RUN_OF_INDICES.sub(lambda run: f"_{{{_plain(run.group())}}}", text)
+    text = _RAISED_OR_LOWERED.sub(lambda run: f"{'^' if run[1] else '_'}{{{_plain(run.group())}}}", text)
     text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
     text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
     text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
