@@ -258,9 +258,8 @@ class _Reader:
 
     def _root(self) -> Node:
         degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
-        power = ("n", 1 / degree[1]) if degree[0] == "n" and degree[1] else ("/", ONE, degree)
         is_plain = self._peek()[:1].isdigit() or self._peek() in _CLOSING
-        return ("^", self._primary() if is_plain else self._argument(), power)
+        return ("^", self._primary() if is_plain else self._argument(), _quotient(ONE, degree))
 
     def _argument(self) -> Node:
         """A group, or the one token that LaTeX takes: \\frac12 is a half."""
