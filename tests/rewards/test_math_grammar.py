@@ -350,6 +350,9 @@ CASES = [
     case("0", ["x=0"], ["I(0)", "x+y+z=0"]),
     case("PQR", ["PQR"], ["RPQ"]),
     case("[0,1]", [], [r"0\le x\le 1, 0\le y\le 1"]),
+    case("[1,2]", [], [r"\{[1,2]\}", r"\{[1,2],[1,2]\}"]),
+    case(r"\emptyset", [], [r"\{\emptyset\}"]),
+    case(r"5\text{ furlongs per hour}", ["5"], [r"5\text{ furlongs per fortnight}"]),
     # what stands behind a number or before it takes it back, or is no unit
     case(
         "5",
