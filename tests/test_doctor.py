@@ -355,37 +355,39 @@ def test_a_core_wheel_without_its_extension_is_said(tmp_path: Path, monkeypatch:
     assert said.endswith("cannot be imported: ImportError: libtransformer_engine.so: no such file")
 
 
-def test_transformer_engine_gets_the_cudnn_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_gets_the_cudnn_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the libraries that a process has loaded: the parts that torch has not opened yet come from beside its own, and
     a variable leads there during the import. One that names another directory is left alone."""
     for name in ("CUDNN_HOME", "CUDNN_PATH"):
         monkeypatch.delenv(name, raising=False)
+    own, link = tmp_path / "its own" / "lib", tmp_path / "link"
+    own.mkdir(parents=True)
+    (own / "libcudnn.so.9").touch()
+    link.symlink_to(own)
     opened: list[str] = []
     monkeypatch.setattr(capabilities.ctypes, "CDLL", lambda path, mode: opened.append(path))
     line = "7f00-7f10 r-xp 00000000 fd:00 77 {}\n"
-    libraries = (
-        "/lib/libcuda.so.1",
-        "/pip/cudnn/lib/libcudnn_ops.so.9",
-        "/pip/cudnn/lib/libcudnn.so.9",
-        "/usr/libcudnn.so.9",
-    )
+    libraries = "/lib/libcuda.so.1", f"{own}/libcudnn_ops.so.9", f"{own}/libcudnn.so.9", "/usr/lib/libcudnn.so.9.14.0"
     maps = "".join(map(line.format, libraries))
     with capabilities._cudnn_of_torch(maps):
-        assert os.environ["CUDNN_HOME"] == "/pip/cudnn/lib"
-        assert len(opened) == 7 and opened[0] == "/pip/cudnn/lib/libcudnn_graph.so.9"
+        assert os.environ["CUDNN_HOME"] == str(own)
+        assert len(opened) == 7 and opened[0] == f"{own}/libcudnn_graph.so.9"
     assert "CUDNN_HOME" not in os.environ
-    for others, parts in (("/pip/cudnn", 7), ("/mine", 0)):
-        monkeypatch.setenv("CUDNN_HOME", others)
+    for named, parts in ((str(own.parent), 7), (str(link), 7), ("/mine", 0), ("", 7)):
+        monkeypatch.setenv("CUDNN_HOME", named)
         opened.clear()
         with capabilities._cudnn_of_torch(maps):
             assert len(opened) == parts
-        assert os.environ["CUDNN_HOME"] == others
+        assert os.environ["CUDNN_HOME"] == named
+    opened.clear()
     monkeypatch.delenv("CUDNN_HOME")
     with capabilities._cudnn_of_torch(line.format("/lib/libcuda.so.1")):
         assert "CUDNN_HOME" not in os.environ and not opened
 
 
-def test_gpus_that_torch_cannot_use_end_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_end_a_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Under a driver that is too old torch warns and takes the CPU: of a job that is asked for, nothing else would say
     so. Without devices, as on a login node, or with none wanted, the CPU is what is meant."""
 
@@ -402,8 +404,10 @@ def test_gpus_that_torch_cannot_use_end_a_job(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=expected):
         prepare_job(Config(), 1)
     assert [row.verdict for row in doctor.machine_rows(1, first_here=False) if row.what == "GPUs"] == ["fault"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert capabilities.why_gpus_are_unused() == ""
+    assert main(["doctor"]) == 2 and "cannot use this machine's GPUs" in capsys.readouterr().out
+    for hidden in ("", "-1,0", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert capabilities.why_gpus_are_unused() == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     devices.clear()
     assert capabilities.why_gpus_are_unused() == ""

@@ -306,6 +306,7 @@ def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
     cores that torchrun's --numa-binding has left to rank 0. First come the programs of its environment: ninja."""
     for variable in ("RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "KEPT"):
         monkeypatch.setenv(variable, "trainer's")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     asked = "import json, os; print(json.dumps(dict(os.environ) | {'cores': list(os.sched_getaffinity(0))}))"
     server = LaunchedServer([sys.executable, "-c", asked], {"PYTORCH_ALLOC_CONF": "server's"}, tmp_path / "log")
     cores = os.sched_getaffinity(0)
@@ -318,7 +319,7 @@ def test_a_server_does_not_inherit_the_trainers_place_or_cuda_settings(
     server.process.wait()
     found = json.loads((tmp_path / "log").read_text())
     assert set(found["cores"]) == os.sched_getaffinity(os.getppid())
-    assert found["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+    assert found["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"
     assert found["KEPT"] == "trainer's" and found["PYTORCH_ALLOC_CONF"] == "server's"
     assert not {"RANK", "MASTER_ADDR", "CUDA_DEVICE_MAX_CONNECTIONS"} & set(found)
 

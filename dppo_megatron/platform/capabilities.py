@@ -177,7 +177,8 @@ class Machine:
 def why_gpus_are_unused() -> str:
     """What torch says against GPUs that this machine shows, an old driver for one; empty where there is nothing to say.
     It takes the CPU then, with no more than a warning."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    hidden = first in ("", "-1", "NoDevFiles", "void")  # the last two are Slurm's and Docker's
     if torch.cuda.is_available() or hidden or torch.version.cuda is None or not any(Path("/dev").glob("nvidia[0-9]*")):
         return ""
     try:
@@ -189,6 +190,12 @@ def why_gpus_are_unused() -> str:
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use this machine's GPUs: {said}; install the"
         " driver or the torch that the other needs, or train on the CPU with CUDA_VISIBLE_DEVICES="
     )
+
+
+def check_gpus() -> None:
+    """Raise `UserError` where a job would be trained on the CPU beside GPUs."""
+    if why := why_gpus_are_unused():
+        raise UserError(why)
 
 
 def this_machine() -> Machine:
@@ -211,7 +218,7 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
     if not on_cuda:
         return "Transformer Engine is installed, but there is no CUDA device"
     try:
-        with _cudnn_of_torch(Path("/proc/self/maps").read_text(encoding="utf-8")):
+        with _cudnn_of_torch(Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")):
             importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # whatever a broken binary raises
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
@@ -221,15 +228,15 @@ def _transformer_engine_problem(on_cuda: bool) -> str:
 @contextlib.contextmanager
 def _cudnn_of_torch(maps: str) -> Iterator[None]:
     """Have Transformer Engine use the cuDNN that torch has loaded, by the lines of /proc/self/maps, unless a variable
-    names another. By itself it looks in the system first, and with two versions in a process its attention ends in
-    SUBLIBRARY_LOADING_FAILED: on an H200, torch's 9.19 from pip in an image with 9.14.
+    names another. By itself it looks in the system first, and with two versions in a process its attention can end in
+    SUBLIBRARY_LOADING_FAILED, by the order of loading: on an H200, torch's 9.19 from pip in an image with 9.14.
 
     Its library needs all parts of cuDNN, which it would open itself only where it has found no system's. The variable
     does not stay: servers may have another cuDNN.
     """
     loaded = next((Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "/libcudnn.so." in line), None)
     named = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH")
-    if loaded is None or (named and not loaded.is_relative_to(Path(named).resolve())):
+    if loaded is None or (named and not any(map(loaded.samefile, Path(named).rglob("libcudnn.so*")))):
         yield
         return
     for part in _CUDNN_PARTS:
@@ -238,11 +245,13 @@ def _cudnn_of_torch(maps: str) -> Iterator[None]:
     if named:
         yield
         return
+    before = os.environ.get("CUDNN_HOME")  # empty, if it is set
     os.environ["CUDNN_HOME"] = str(loaded.parent)
     try:
         yield
     finally:
         del os.environ["CUDNN_HOME"]
+        os.environ |= {} if before is None else {"CUDNN_HOME": before}
 
 
 @functools.cache

@@ -301,8 +301,9 @@ class Dispatch:
         turned_away = is_refused and (event.status in BUSY or event.status < 500)
         self._again(attempt, was_sampled=not turned_away)
         if is_refused and event.status in BUSY:
-            if attempt.version != self._fleet.expected:
-                return None  # it came into a sync's pause, in which vLLM 0.33 answers 503
+            came_into_pause = attempt.version != self._fleet.expected and event.status == 503
+            if came_into_pause and event.retry_after_s is None:  # so vLLM 0.33 answers while a sync has paused it
+                return None
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
         if event.kind == "unreachable" and attempt.index in work.ended:

@@ -121,7 +121,9 @@ class LaunchedServer:
         if own := os.path.dirname(
             command[0]
         ):  # ninja, by which SGLang and FlashInfer compile kernels, is in its environment
-            inherited["PATH"] = os.pathsep.join(filter(None, (os.path.abspath(own), inherited.get("PATH"))))
+            path = inherited.get("PATH", os.defpath)
+            if (own := os.path.abspath(own)) not in path.split(os.pathsep):
+                inherited["PATH"] = own + os.pathsep + path
         with log:
             try:
                 self.process = subprocess.Popen(

@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.workbench.doctor.machine import CheckRow
 
 DESCRIPTION = """\
-Say what is installed and what this machine can do; under torchrun or srun, or with CONFIG, whether the job's machines
-and the links between them are fit: exit code 2 if a fault would stop the job. With --fp8-gate, run CONFIG's model at
-CONFIG's layout and compare packed with unpacked log-probabilities and gradients, and FP8 with bfloat16; exit code 3 if
-a bound is broken:
+Say what is installed and what this machine can do, with exit code 2 if no job can train on its GPUs; under torchrun or
+srun, or with CONFIG, whether the job's machines and the links between them are fit: exit code 2 if a fault would stop
+the job. With --fp8-gate, run CONFIG's model at CONFIG's layout and compare packed with unpacked log-probabilities and
+gradients, and FP8 with bfloat16; exit code 3 if a bound is broken:
 
   dppo-megatron doctor
   torchrun --nproc-per-node 8 -m dppo_megatron doctor CONFIG actor.layout.tensor_parallel=2
@@ -70,12 +70,12 @@ def execute(arguments: argparse.Namespace) -> int:
         return _cluster(arguments, config_path, settings)
     if arguments.json:
         raise UserError("--json belongs to a job's check; give CONFIG, or start it with torchrun")
-    from dppo_megatron.workbench.doctor.machine import report
+    from dppo_megatron.workbench.doctor.machine import faults, report
 
     with progress("looking at this machine"):
-        found = report()
-    show(*(f"{what:<20}{finding}" for what, finding in found))
-    return 0
+        found, wrong = report(), faults()
+    show(*(f"{what:<20}{finding}" for what, finding in found + [("fault", said) for said in wrong]))
+    return 2 if wrong else 0
 
 
 def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str]) -> int:
@@ -111,9 +111,10 @@ def _gate(arguments: argparse.Namespace) -> int:
     set_fp8_variables(config)
     with loading("libraries"):
         from dppo_megatron.job import check_settings
-        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.platform.capabilities import check_gpus, this_machine
         from dppo_megatron.weights.provider import model_architecture
         from dppo_megatron.weights.torch_dist import open_checkpoint
+    check_gpus()
     # the model and no data: nothing is generated or graded
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
     check_settings(config, architecture, launched_world_size(), this_machine())

@@ -39,7 +39,8 @@ def execute(arguments: argparse.Namespace) -> int:
     set_fp8_variables(config)
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
-        from dppo_megatron.platform.capabilities import this_machine
+        from dppo_megatron.platform.capabilities import check_gpus, this_machine
+    check_gpus()  # before settings are judged by what a CPU lacks
     size = launched_world_size()
     check_actor_settings(config, size, this_machine(), runs_here=True)
     job = prepare_job(config, size)

@@ -141,7 +141,8 @@ def _findings(config: Config | None, until: float) -> Iterator[str | CheckRow]:
     yield "servers' Python"
     yield from machine.server_rows(config, device, (until - time.monotonic()) / 2)
     yield "attention"
-    yield from machine.attention_rows(device)
+    if config is None or config.actor.layer_spec != "local":
+        yield from machine.attention_rows(device)
     yield "copies"
     yield from machine.copy_rows(device)
     yield "process group"

@@ -98,6 +98,14 @@ def report() -> list[tuple[str, str]]:
     return [(what, said) for what, said in rows if said]
 
 
+def faults() -> list[str]:
+    """What would end any job on this machine's GPUs."""
+    if why := why_gpus_are_unused():
+        return [why]
+    rows = attention_rows(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return [row.said for row in rows if row.verdict == "fault"]
+
+
 def environment(variables: Mapping[str, str], device: str) -> str:
     """What the variables that Megatron and torch read on CUDA are, and what would be better."""
     if device == "cpu":
