@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
 
 import pytest
+from support.cases import Choose
 
 from dppo_megatron.rewards.math import evaluate
 from dppo_megatron.rewards.math.evaluate import WorkLimit
@@ -51,6 +53,9 @@ BOMBS = [
     "+".join(f"|x-{n}|" for n in range(2, 120)),
     "+".join(f"\\lfloor \\frac{{x}}{{{n}}} \\rfloor" for n in range(2, 45)),
     r"\sqrt{" * 39 + "2" + "}" * 39,
+    r"\sqrt{" * 38 + "x" + "}" * 38,
+    r"\sqrt{1+" * 38 + "x" + "}" * 38,
+    r"\sqrt{x+" * 38 + "x" + "}" * 38,
     "|" * 20 + "x" + "|" * 20,
     "(" * 39 + "x" + ")^9" * 39,
     r"\frac{1}{1+" * 30 + "x" + "}" * 30,
@@ -104,6 +109,48 @@ def test_an_answer_takes_no_more_than_its_operations(text: str, spent: list[int]
         assert grade.reward in (0.0, 1.0) and not grade.failure
         if answer == text and gold in ("7", "x", "1,2"):
             assert grade.reward == 0.0 and grade.why
+
+
+NESTS = [
+    r"\sqrt{",
+    r"\sqrt{1+",
+    r"\sqrt{x+",
+    r"\sqrt{y^2+",
+    r"\sqrt[3]{",
+    r"\frac1{1+",
+    r"\max(1,",
+    r"\gcd(7,",
+    r"\ln(",
+    "(1+",
+    "|",
+    "x(",
+]
+
+
+def test_no_nest_takes_more_than_is_counted(cases: Choose) -> None:
+    """Calls of Python's functions, which are counted here and not by the grader: at most 506,000 in 1,500 nests. Ten
+    million were made when each level of roots looked through all the levels in it."""
+    made = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal made
+        made += event == "call"
+
+    for index in cases("nest", 36):
+        rng = random.Random(index)
+        depth = rng.choice([12, 24, 36])
+        marks = [NESTS[index]] * depth if index < len(NESTS) else rng.choices(NESTS, k=depth)
+        closing = {"{": "}", "(": ")", "|": "|"}
+        ends = [closing[re.findall(r"[{(|]", mark)[-1]] for mark in marks]
+        text = "".join(marks) + "x" + "".join(reversed(ends))
+        for gold, answer in [("7", text), (text, "7"), (text.replace("x", "(x+0)"), text)]:
+            made = 0
+            sys.setprofile(count)
+            try:
+                grade_math(f"\\boxed{{{answer}}}", gold, {})
+            finally:
+                sys.setprofile(None)
+            assert made < 1_000_000, f"nest {index}"
 
 
 @pytest.mark.parametrize("text", UNDONE)

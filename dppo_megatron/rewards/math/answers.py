@@ -104,11 +104,11 @@ def symbols(node: Node) -> frozenset[str]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The tree and all the trees in it."""
-    yield node
-    for part in node[1:]:
-        if isinstance(part, tuple):
-            yield from walk(part)
+    """The tree and all the trees in it, each before its parts."""
+    left = [node]
+    while left:
+        yield (node := left.pop())
+        left += [part for part in reversed(node[1:]) if isinstance(part, tuple)]
 
 
 def substituted(node: Node, by: Mapping[str, Node]) -> Node:

@@ -99,9 +99,11 @@ def _is_square(inside: Node) -> bool:
     same everywhere."""
     if not symbols(inside):
         return False
-    work = WorkLimit(1000)
+    work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # each of 38 roots in one another is asked
+    points = (_FieldPoint(part, True, False, work) for part in range(_SQUARE_POINTS))
     try:
-        return len({_FieldPoint(part, True, False, work).has_root(inside) for part in range(_SQUARE_POINTS)}) == 1
+        first = next(points).has_root(inside)
+        return all(point.has_root(inside) == first for point in points)
     except (Undefined, TooBig, _NotRational, ValueError):
         return bool(inside[0] == "^")
 
@@ -182,7 +184,7 @@ class _FieldPoint:
             return left * (right if kind == "*" else pow(right, -1, prime)) % prime
         if kind == "^" and (power := _whole_power(node)) is not None:
             return self._power(self._of(node[1]), power)
-        value = None if symbols(node) else rational(node, None, self._work)
+        value = rational(node, None, self._work)
         if value is not None:
             return self._of(("n", value))
         if not self._has_letters or kind in ("big", "c"):
@@ -207,7 +209,9 @@ class _FieldPoint:
 
     def _size(self, node: Node, power: Fraction) -> int:
         """|node| to a power, which may be a half, factor by factor."""
-        if ("c", "i") in walk(node):  # neither u nor -u
+        parts = list(walk(node))
+        self._work.spend(len(parts) // 4)
+        if ("c", "i") in parts:  # neither u nor -u
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
         times = _whole_power(node) if node[0] == "^" else None
