@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -454,20 +455,31 @@ def test_a_transformer_engine_that_cannot_run_is_hidden_from_megatron(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("logits", "kept", "padding", "broken"),
-    [(0.1, 1.0, 0.0, []), (10.0, 1.0, 0.0, []), (1.0, 1.0, 0.6, [3]), (1.0, 0.0, 0.0, [5])],
+    ("logits", "kept", "padding", "scale", "broken"),
+    [
+        (0.1, 1.0, 0.0, 1.0, []),
+        (10.0, 1.0, 0.0, 1.0, []),
+        (1.0, 1.0, 0.6, 1.0, [3]),
+        (1.0, 0.0, 0.0, 1.0, [5, 6]),
+        (1.0, 1.0, 0.0, math.nan, [3, 5, 6]),
+        (1.0, 1.0, 0.0, 0.0, [6]),
+        (1.0, 1.0, 0.0, 0.5, [6]),
+        (1.0, 1.0, 0.0, 2.0, [6]),
+    ],
 )
 def test_gate_judges_fp8_by_its_own_rounding(
-    logits: float, kept: float, padding: float, broken: list[int], monkeypatch: pytest.MonkeyPatch
+    logits: float, kept: float, padding: float, scale: float, broken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding of 0.28, half of it shared, passes however wide the logits are. Padding in the gradients of single
-    samples differs from packed ones by more than that, lost gradients from bfloat16's."""
+    samples differs from packed ones by more than that, lost gradients from bfloat16's, and a matrix whose `scale` is
+    wrong by its norm, however little it is of all."""
     rng = np.random.default_rng(0)
     true, shared, *own, pads = rng.normal(size=(5, 4096))
     one, other = (0.28 * (shared + noise) / np.sqrt(2) for noise in own)
     found = [(true, true), (true, true), (true + one, kept * true + one), (true + other, kept * true + other)]
     found[3] = (found[3][0], found[3][1] + padding * pads)
-    measured = iter([([logits * a / 2], {"weight": torch.from_numpy(b)}) for a, b in found])
+    factors = [(1.0, 1.0)] * 2 + [(scale, 2.0)] * 2
+    measured = iter([([logits * a / 2], _by_name(b, *both)) for (a, b), both in zip(found, factors, strict=True)])
     monkeypatch.setattr(fp8_gate, "Actor", lambda *_, **__: SimpleNamespace(layout=SimpleNamespace(world_size=1)))
     monkeypatch.setattr(fp8_gate, "_measure", lambda *_: next(measured))
     config = Config(actor=ActorConfig(fp8="tensorwise"))
@@ -475,6 +487,15 @@ def test_gate_judges_fp8_by_its_own_rounding(
     unused: Any = None
     findings = run_gate(config, unused, cast(Any, SimpleNamespace(max_positions=512, vocab_size=64)), unused)
     assert [i for i, finding in enumerate(findings) if not finding.passed] == broken, findings
+    assert scale == 1.0 or findings[6].what.endswith("most in o_proj.weight")
+
+
+def _by_name(gradient: np.ndarray, scale: float, moved: float) -> dict[str, torch.Tensor]:
+    """One product's by `scale`; a router's, a norm's and one of two experts' by `moved`, as in sound FP8."""
+    rows = torch.from_numpy(gradient).view(64, 64)
+    found = {"mlp.experts.0.up_proj.weight": moved * rows[6:7], "mlp.experts.1.up_proj.weight": rows[7:]}
+    found |= {"o_proj.weight": scale * rows[:4], "mlp.gate.weight": moved * rows[4:5], "norm.weight": moved * rows[5]}
+    return found | {"lora_A.weight": torch.zeros(2, 64)}
 
 
 def test_gate_fails_on_nan() -> None:
