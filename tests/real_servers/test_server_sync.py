@@ -159,14 +159,15 @@ def test_tokens_of_two_versions_are_told_apart(
     )
     engine.load_weights(old.weights)
     requests = requests_for(prompts_of(config)[:24])
-    wait_s = 0.0 if in_flight == "abort" else 0.2  # a quick machine has answered all of them in 0.2 s: nothing to abort
+    # a quick machine has answered all of the short ones in 0.2 s: nothing to abort. A busy one has no token by then
+    wait_s, tokens_each = (0.0, LONG) if in_flight == "abort" else (0.6, 4 * LONG)
 
     def sync() -> None:
         if sleeps:
             engine._sync.sleep(keeps=True)
         engine.load_weights(new.weights)
 
-    completions = generate_while(engine, requests, sync, tokens_each=LONG, wait_s=wait_s)
+    completions = generate_while(engine, requests, sync, tokens_each=tokens_each, wait_s=wait_s)
     stats = engine.statistics()
     crossed = [c for c in completions if len(c.weights_spans) > 1]
     assert bool(crossed) == (in_flight == "continue")
