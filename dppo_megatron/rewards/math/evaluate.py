@@ -143,10 +143,13 @@ class Evaluation:
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
         self.work.spend(self._cost)
         left, right = self.lift(left), self.lift(right)
+        result = left + right if kind == "+" else left * right if kind == "*" else left / right
         if kind == "+":
             self.largest = max(self.largest, abs(left), abs(right))
-            return left + right
-        return left * right if kind == "*" else left / right
+        of_size = self.largest if kind == "+" else result
+        if not self._is_nothing(of_size):  # of a sum with 150 factors pi and without them, all but these is rounded off
+            self.bits = max(self.bits, abs(self._arithmetic.mag(of_size)))
+        return result
 
     def _fits(self, value: Fraction) -> Fraction:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
