@@ -354,6 +354,7 @@ def test_rewritten_functions_are_found_equal(cases: Choose, monkeypatch: pytest.
         ("8", "\\sqrt{2}\\pi^{99}" + 5 * "\\pi^{99}" + "-\\sqrt{2}\\pi^{99}" + 5 * "\\pi^{99}" + "+7", 0),
         ("8", "\\sqrt{2}" + 150 * "\\pi" + "-\\sqrt{2}" + 150 * "\\pi" + "+7", 0),
         ("8", "\\tan\\frac{\\pi}{2}-\\tan\\frac{\\pi}{2}+7", 0),
+        ("8", "\\arctan i", 0),
         ("7", "\\lfloor\\sqrt{49-10^{-50}}\\rfloor", 0),
         ("7", "\\lfloor 7-\\sqrt{2}/(" + 9 * "\\pi^{20}" + ")\\rfloor", 0),
         ("\\lfloor (n+1)^2/4 \\rfloor", "\\frac{2n^2+4n+1-(-1)^n}{8}", 1),

@@ -84,7 +84,9 @@ def approximate(node: Node, values: Point | None = None, work: WorkLimit | None 
 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
-        return Evaluation(values or {}, work or WorkLimit(_ALONE)).of(node)
+        at = Evaluation(values or {}, work or WorkLimit(_ALONE))
+        value = at.of(node)
+        return None if isinstance(value, Fraction) and at.bits > 60 else value  # a floor that takes more than 60 digits
     except (TooBig, Undefined, Discrete, RecursionError, ArithmeticError, ValueError):
         return None
 
@@ -211,6 +213,8 @@ class Evaluation:
                 raise TooBig
             self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
+        if not self._arithmetic.isfinite(result):  # arctan(i), which is as near to 8 as infinity is to itself
+            raise Undefined(name)
         return result if result.imag else result.real
 
     def _function(self, name: str, values: list[Any]) -> Any:
