@@ -223,7 +223,7 @@ class Evaluation:
             values = values if fractions else [self.lift(value) for value in values]
             if name == "max" and any(value.imag for value in values):
                 raise Undefined("order of complex numbers")
-            return max(values) if name == "max" else abs(values[0])
+            return max(value.real for value in values) if name == "max" else abs(values[0])
         if name == "floor":
             return self._floor(values[0])
         if name not in _OF_WHOLES:

@@ -107,7 +107,8 @@ def _is_square(inside: Node) -> bool:
     if not symbols(inside):
         return False
     work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # each of 38 roots in one another is asked
-    points = (_FieldPoint(part, True, False, work) for part in range(_SQUARE_POINTS))
+    is_gaussian = ("c", "i") in walk(inside)  # modulo another prime no number is i, and none would be found
+    points = (_FieldPoint(part, True, is_gaussian, work) for part in range(_SQUARE_POINTS))
     try:
         first = next(points).has_root(inside)
         return all(point.has_root(inside) == first for point in points)
@@ -216,9 +217,8 @@ class _FieldPoint:
 
     def _size(self, node: Node, power: Fraction) -> int:
         """|node| to a power, which may be a half, factor by factor."""
-        parts = list(walk(node))
-        self._work.spend(len(parts) // 4)
-        if ("c", "i") in parts:  # neither u nor -u
+        self._work.spend(sum(1 for _ in walk(node)) // 4)
+        if self._prime % 4 == 1:  # |u| may be neither u nor -u, and the root of a square is another power
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
         times = _whole_power(node) if node[0] == "^" else None
