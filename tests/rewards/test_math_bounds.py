@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from support.cases import Choose
@@ -127,15 +128,30 @@ NESTS = [
 ]
 
 
-def test_no_nest_takes_more_than_is_counted(cases: Choose) -> None:
-    """Calls of Python's functions, which are counted here and not by the grader: at most 506,000 in 1,500 nests. Ten
-    million were made when each level of roots looked through all the levels in it."""
-    made = 0
+@pytest.fixture
+def calls() -> Callable[[str, str], int]:
+    """How many of Python's functions a grading calls, which are counted here and not by the grader."""
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal made
-        made += event == "call"
+    def counted(gold: str, answer: str) -> int:
+        made = 0
 
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(count)
+        try:
+            grade_math(f"\\boxed{{{answer}}}", gold, {})
+        finally:
+            sys.setprofile(None)
+        return made
+
+    return counted
+
+
+def test_no_nest_takes_more_than_is_counted(cases: Choose, calls: Callable[[str, str], int]) -> None:
+    """At most 506,000 calls in 1,500 nests. Ten million were made when each level of roots looked through all the
+    levels in it."""
     for index in cases("nest", 36):
         rng = random.Random(index)
         depth = rng.choice([12, 24, 36])
@@ -144,13 +160,24 @@ def test_no_nest_takes_more_than_is_counted(cases: Choose) -> None:
         ends = [closing[re.findall(r"[{(|]", mark)[-1]] for mark in marks]
         text = "".join(marks) + "x" + "".join(reversed(ends))
         for gold, answer in [("7", text), (text, "7"), (text.replace("x", "(x+0)"), text)]:
-            made = 0
-            sys.setprofile(count)
-            try:
-                grade_math(f"\\boxed{{{answer}}}", gold, {})
-            finally:
-                sys.setprofile(None)
-            assert made < 1_000_000, f"nest {index}"
+            assert calls(gold, answer) < 1_000_000, f"nest {index}"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("7", r"\sum_{b=a}^{a}\sum_{a=b}^{b}" * 8 + "a"),
+        ("7", r"\sum_{k=1}^{" * 16 + "2" + "}1" * 16),
+        ("|x|+|x-1|+|x-2|+|x-3|+|x-4|", "|x|+|x-1|+|x-2|+|x-3|+|x-4|" + r"+0x^{\sum_{k=1}^{300}k}" * 50),
+    ],
+    ids=["letters of sums as bounds", "sums in bounds", "sums as exponents"],
+)
+def test_no_tree_is_walked_again_for_each_that_holds_it(
+    gold: str, answer: str, calls: Callable[[str, str], int]
+) -> None:
+    """Twice as long for each level more, or 4,200,000 calls for exponents that are computed for each choice of signs;
+    at most 330,000 now."""
+    assert calls(gold, answer) < 600_000
 
 
 @pytest.mark.parametrize("text", UNDONE)

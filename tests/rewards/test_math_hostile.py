@@ -31,6 +31,7 @@ def test_nonsense_is_not_right_by_chance(gold: str, answer: str) -> None:
         "the exactly " * 300 + "1",
         ",;",
         "1 m , 1 m , 1 m , 4 " + "mand" * 925 + " and 3",
+        "5%" + "^2 " * 25 + "?",  # a space that had two places in the pattern: twice as long for each one more
         "1 m and 1 m and 1 m and 4 " + "mand" * 925 + " and 3",
     ],
 )
@@ -41,7 +42,11 @@ def test_an_answer_that_is_made_to_be_slow_is_not(answer: str) -> None:
     assert time.process_time() - begin < 1.0
 
 
-@pytest.mark.parametrize("text", [r"\boxedx{3}", "<answer>" * 100_000 + "</answer>", "\\boxed{3}" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [r"\boxedx{3}", "<answer>" * 100_000 + "</answer>", "\\boxed{3}" * 100_000, "so " + "<|a|> " * 24 + "!"],
+    ids=["another word", "tags", "boxes", "ends of turns"],
+)
 def test_a_text_of_broken_marks_is_no_answer(text: str) -> None:
     """Marks by the thousand cost no more than others, and a word that begins like a mark is none."""
     begin = time.process_time()

@@ -99,8 +99,9 @@ def symbols(node: Node) -> frozenset[str]:
     """The names of its variables."""
     if node[0] == "s":
         return frozenset([node[1]])
-    found = frozenset[str]().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
-    return found - {node[2]} | symbols(node[3]) | symbols(node[4]) if node[0] == "big" else found
+    if node[0] == "big":  # each part once: sums in the bounds of sums
+        return symbols(node[5]) - {node[2]} | symbols(node[3]) | symbols(node[4])
+    return frozenset[str]().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
 
 
 def walk(node: Node) -> Iterator[Node]:

@@ -176,8 +176,8 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
         # n!/(n-2)! is n(n-1), but at 1; where other letters stand, the reference has to be whole numbers' own
         is_outside = ours.is_outside or (theirs.is_outside and _WHOLE.issuperset(values))
         return "undefined" if left is right or not values else "outside" if is_outside else "different", 0
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        return "equal" if left == right else "different", 0
+    if isinstance(left, Fraction) and isinstance(right, Fraction):  # a floor's may come from digits
+        return "equal" if left == right else "different", max(ours.bits, theirs.bits)
     left, right = ours.lift(left), theirs.lift(right)
     bits, tiny = max(ours.bits, theirs.bits), ours.tiny * max(abs(left), abs(right), ours.largest, theirs.largest)
     if abs(left - right) <= tiny:

@@ -84,7 +84,9 @@ def approximate(node: Node, values: Point | None = None, work: WorkLimit | None 
 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
-        return Evaluation(values or {}, work or WorkLimit(_ALONE)).of(node)
+        at = Evaluation(values or {}, work or WorkLimit(_ALONE))
+        value = at.of(node)
+        return None if isinstance(value, Fraction) and at.bits > 60 else value  # a floor that takes more than 60 digits
     except (TooBig, Undefined, Discrete, RecursionError, ArithmeticError, ValueError):
         return None
 
@@ -143,10 +145,13 @@ class Evaluation:
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
         self.work.spend(self._cost)
         left, right = self.lift(left), self.lift(right)
+        result = left + right if kind == "+" else left * right if kind == "*" else left / right
         if kind == "+":
             self.largest = max(self.largest, abs(left), abs(right))
-            return left + right
-        return left * right if kind == "*" else left / right
+        of_size = self.largest if kind == "+" else result
+        if not self._is_nothing(of_size):  # of a sum with 150 factors pi and without them, all but these is rounded off
+            self.bits = max(self.bits, abs(self._arithmetic.mag(of_size)))
+        return result
 
     def _fits(self, value: Fraction) -> Fraction:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
@@ -208,6 +213,8 @@ class Evaluation:
                 raise TooBig
             self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
+        if not self._arithmetic.isfinite(result):  # arctan(i), which is as near to 8 as infinity is to itself
+            raise Undefined(name)
         return result if result.imag else result.real
 
     def _function(self, name: str, values: list[Any]) -> Any:
@@ -216,7 +223,7 @@ class Evaluation:
             values = values if fractions else [self.lift(value) for value in values]
             if name == "max" and any(value.imag for value in values):
                 raise Undefined("order of complex numbers")
-            return max(values) if name == "max" else abs(values[0])
+            return max(value.real for value in values) if name == "max" else abs(values[0])
         if name == "floor":
             return self._floor(values[0])
         if name not in _OF_WHOLES:

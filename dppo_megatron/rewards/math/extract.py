@@ -55,7 +55,7 @@ _FORMULA = regex(
     re.DOTALL,
 )
 _STATED_TAIL = regex(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
-_END_OF_TURN = regex(r"(?:\s*<\|\w{1,20}\|>\s*(?:user|assistant)?)+\s*\Z")
+_END_OF_TURN = regex(r"(?:\s*+<\|\w{1,20}\|>\s*+(?:user|assistant)?)++\s*\Z")
 _CONCLUSION = regex(
     r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
     r"(\$[^$.=]{1,60}\$|-?\$?\d[\d,./]{0,20}(?:\.\d+)?)\s*\Z"

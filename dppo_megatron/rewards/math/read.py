@@ -34,9 +34,9 @@ _COMMA = regex(r"[,;]")
 _ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
 _UNIT_TAIL = regex(
-    r"(?<![\s{(^_])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|[\s/*]|/\s*[a-z](?![A-Za-z])|\^\s*\{?\s*-?\d\s*\}?)*)$"
+    r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
-_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]*(?:\^\s*\{?\s*\d\s*\}?)?)$")
+_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]{0,99}(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
     r"(?<=[\d}])(?P<unit>(?:[ckm]m|kg|mph|ft|lbs?|oz|hrs?|mins?|secs?|[a-z]{5,})(?:\^\s*\{?\s*[23]\s*\}?)?)$"
 )
