@@ -55,6 +55,7 @@ BOMBS = [
     "+".join(f"\\lfloor \\frac{{x}}{{{n}}} \\rfloor" for n in range(2, 45)),
     r"\sqrt{" * 39 + "2" + "}" * 39,
     r"\sqrt{" * 38 + "x" + "}" * 38,
+    r"\sum_{k=1}^{3}(" * 30 + r"\sqrt{k}" + ")" * 30,
     r"\sqrt{1+" * 38 + "x" + "}" * 38,
     r"\sqrt{x+" * 38 + "x" + "}" * 38,
     "|" * 20 + "x" + "|" * 20,

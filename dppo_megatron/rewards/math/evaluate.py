@@ -26,6 +26,8 @@ _ALONE = 1000
 WORK = 20_000
 """Operations of one grading: about 30 ms."""
 
+_MOST_SUMS = 8
+"""In one another: a call of Python costs several times as much in the 300 that 30 of them take."""
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
 _GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
@@ -106,6 +108,7 @@ class Evaluation:
         """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
         self.bits = 0
         """Of the longest fraction that was rounded."""
+        self._sums_around = 0
         self.is_outside = False
         """Whether a factorial or binomial was asked for where it is not defined."""
 
@@ -279,13 +282,14 @@ class Evaluation:
         is_exact = isinstance(first, Fraction) and isinstance(last, Fraction)
         if not is_exact or first.denominator != 1 or last.denominator != 1 or last < first - 1:
             raise Discrete("bounds")
-        if 2 * (last - first) > self.work.left:
+        if 2 * (last - first) > self.work.left or self._sums_around == _MOST_SUMS:
             raise TooBig
+        self._sums_around += 1
         outside, result = self.values, Fraction(int(kind == "prod"))
         for index in range(int(first), int(last) + 1):
             self.values = {**outside, name: Fraction(index)}
             result = self._operation("+" if kind == "sum" else "*", result, self.of(body))
-        self.values = outside
+        self.values, self._sums_around = outside, self._sums_around - 1
         if first <= last and self._is_nothing(result) and symbols(low) | symbols(high):  # \prod_{k=1}^{(n-7)^2} 0
             raise TooBig("0 but for no terms, maybe")
         return result
