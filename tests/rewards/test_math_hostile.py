@@ -11,7 +11,8 @@ from dppo_megatron.rewards.math.grader import grade_math
 
 @pytest.mark.parametrize(
     ("gold", "answer"),
-    [("5", r"\input{5}"), ("5", "5 6"), ("5", r"\frac{5}{0}"), ("0", "0/0"), ("1,2,3", "1.2.3"), ("5", "5^\\circ 3")],
+    [("5", r"\input{5}"), ("5", "5 6"), ("5", r"\frac{5}{0}"), ("0", "0/0"), ("1,2,3", "1.2.3"), ("5", "5^\\circ 3")]
+    + [(gold, r"\begin{pmatrix}\end{pmatrix}") for gold in ("5", "y=2x+1", "no solution", r"\{\}")],
 )
 def test_nonsense_is_not_right_by_chance(gold: str, answer: str) -> None:
     """What cannot be read as a whole is wrong, however much of it looks like the reference."""

@@ -170,6 +170,8 @@ def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerLi
     sign = "&" if "&" in body or "\\\\" in body else ","
     lines = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
     rows = [tuple(Value(parse(cell) if scale == ONE else ("*", scale, parse(cell))) for cell in row) for row in lines]
+    if not rows:
+        raise Unreadable("a matrix without cells")
     turned = zip(*rows, strict=True) if is_turned else rows
     return AnswerList("grid", tuple(AnswerList("tuple", row) for row in turned))
 
