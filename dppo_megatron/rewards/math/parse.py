@@ -111,7 +111,8 @@ class _Reader:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
                 node = self._times(node, self._signed(self._factor))
-            elif not until_function and _is_number(node) and self._take("\\times"):  # where letters may be vectors
+            elif not until_function and self._peek() == "\\times" and _is_number(node):  # where letters may be vectors
+                self._take("\\times")
                 node = ("*", node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
