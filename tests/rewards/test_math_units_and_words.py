@@ -158,7 +158,7 @@ CASES = [
         right=["Saturday", r"\text{saturday}", "Saturday.", r"\mbox{Saturday}", r"\text{Saturday }"],
         wrong=["Sunday", "Saturday or Sunday", "Satur day or", "Sat"],
     ),
-    case(r"\text{yes}", right=["Yes", "yes."], wrong=["no", "yes and no"]),
+    case(r"\text{yes}", right=["Yes", "yes."], wrong=["no", "yes and no", r"\text{yes (no)}", r"\text{yes *no*}"]),
     case(r"\text{True}", right=["true"], wrong=["false"]),
     # ratios in words
     case(

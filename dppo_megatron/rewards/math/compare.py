@@ -309,7 +309,7 @@ def _folded(text: str) -> str:
 
 def _answers(gold: str, other: str) -> bool:
     """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
-    first, *words = other.split()
+    first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
