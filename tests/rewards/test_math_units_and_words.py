@@ -158,6 +158,8 @@ CASES = [
         right=["Saturday", r"\text{saturday}", "Saturday.", r"\mbox{Saturday}", r"\text{Saturday }"],
         wrong=["Sunday", "Saturday or Sunday", "Satur day or", "Sat"],
     ),
+    case("5 per hour", right=["5", "5 apples per hour"], wrong=["5 per minute", "5 apples per minute"]),
+    case(r"\$5", right=["5 per person"], wrong=["6 per person"]),
     case(r"\text{yes}", right=["Yes", "yes."], wrong=["no", "yes and no", r"\text{yes (no)}", r"\text{yes *no*}"]),
     case(r"\text{True}", right=["true"], wrong=["false"]),
     # ratios in words

@@ -149,7 +149,7 @@ def read_unit(words: str) -> Unit | None:
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(changes, found)):
         return None
     if found[0] == "per":
-        return Unit("")
+        return Unit(words)
     for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
         is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
@@ -173,6 +173,9 @@ def compatible(gold: Unit, other: Unit) -> bool:
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
+    if gold.words.startswith("per ") or other.words.startswith("per "):  # of anything: $5 are $5 per person
+        per = [words.rpartition("per ")[2] for words in (gold.words, other.words) if "per " in words]
+        return per[0] == per[-1]
     is_same = gold.words.removesuffix("s") == other.words.removesuffix("s")
     return one == two and (bool(one) or is_same or not _things(gold).isdisjoint(_things(other)))
 
