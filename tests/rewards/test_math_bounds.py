@@ -6,10 +6,9 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
-from support.cases import Choose
 
 from dppo_megatron.rewards.math import evaluate
 from dppo_megatron.rewards.math.evaluate import WorkLimit
@@ -150,7 +149,9 @@ def calls() -> Callable[[str, str], int]:
     return counted
 
 
-def test_no_nest_takes_more_than_is_counted(cases: Choose, calls: Callable[[str, str], int]) -> None:
+def test_no_nest_takes_more_than_is_counted(
+    cases: Callable[[str, int], Iterable[int]], calls: Callable[[str, str], int]
+) -> None:
     """At most 506,000 calls in 1,500 nests. Ten million were made when each level of roots looked through all the
     levels in it."""
     for index in cases("nest", 36):
