@@ -387,7 +387,7 @@ def test_transformer_engine_gets_the_cudnn_of_torch(tmp_path: Path, monkeypatch:
 
 
 def test_gpus_that_torch_cannot_use_end_a_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Under a driver that is too old torch warns and takes the CPU: of a job that is asked for, nothing else would say
     so. Without devices, as on a login node, or with none wanted, the CPU is what is meant."""
@@ -406,6 +406,8 @@ def test_gpus_that_torch_cannot_use_end_a_job(
         prepare_job(Config(), 1)
     assert [row.verdict for row in doctor.machine_rows(1, first_here=False) if row.what == "GPUs"] == ["fault"]
     assert main(["doctor"]) == 2 and "cannot use this machine's GPUs" in capsys.readouterr().out
+    servers = ["rollout.engine=vllm", f"rollout.servers.registry_dir={tmp_path}"]
+    assert main(["serve", CONFIG, *servers]) == 2 and "cannot use this machine's GPUs" in capsys.readouterr().err
     for hidden in ("", "-1,0", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert capabilities.why_gpus_are_unused() == ""
@@ -427,8 +429,9 @@ def test_an_attention_that_cannot_run_is_a_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine((9, 0), ""))
     [row] = doctor.attention_rows(torch.device("meta"))  # a device that every machine has
     assert row.verdict == "fault" and "fails: fused_attn.cu:405: cuDNN Error: CUDNN" in row.said
-    monkeypatch.setattr(doctor, "this_machine", lambda: Machine((9, 0), "it is not installed"))
-    assert doctor.attention_rows(torch.device("meta")) == []
+    for other in (Machine((9, 0), "it is not installed"), Machine((8, 0), "")):  # the latter: no flash-attn
+        monkeypatch.setattr(doctor, "this_machine", lambda other=other: other)
+        assert doctor.attention_rows(torch.device("meta")) == []
 
 
 @pytest.mark.long

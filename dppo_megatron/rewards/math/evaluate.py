@@ -27,7 +27,7 @@ WORK = 20_000
 """Operations of one grading: about 30 ms."""
 
 _MOST_SUMS = 8
-"""In one another: a call of Python costs several times as much in the 300 that 30 of them take."""
+"""In one another: calls so deep cost more, and 30 sums took 0.12 s of the 0.03 that WORK stands for."""
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
 _GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])

@@ -118,12 +118,10 @@ class LaunchedServer:
         if self.host == "127.0.0.1":  # its processes and the rank that sends it weights are on this machine
             inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
-        if own := os.path.dirname(
-            command[0]
-        ):  # ninja, by which SGLang and FlashInfer compile kernels, is in its environment
-            path = inherited.get("PATH", os.defpath)
-            if (own := os.path.abspath(own)) not in path.split(os.pathsep):
-                inherited["PATH"] = own + os.pathsep + path
+        # ninja, by which SGLang and FlashInfer compile kernels, is in its environment
+        programs, path = os.path.abspath(os.path.dirname(command[0])), inherited.get("PATH", os.defpath)
+        if os.path.dirname(command[0]) and programs not in path.split(os.pathsep):
+            inherited["PATH"] = programs + os.pathsep + path
         with log:
             try:
                 self.process = subprocess.Popen(

@@ -30,6 +30,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if not config.rollout.servers.registry_dir:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
     with loading("libraries"):
+        from dppo_megatron.platform.capabilities import check_gpus
         from dppo_megatron.rollout.serve import serve
+    check_gpus()  # servers would be given a CPU's arguments
     serve(config, arguments.host)
     return 0

@@ -268,8 +268,8 @@ def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) 
 
 def attention_rows(device: torch.device) -> list[CheckRow]:
     """Transformer Engine's attention over a pack of two sequences, forwards and backwards: it imports beside a cuDNN
-    that it cannot use, and fails in a job's first step."""
-    if device.type == "cpu" or this_machine().lacks_transformer_engine:
+    that it cannot use, and fails in a job's first step. Nothing where dense models take other layers."""
+    if device.type == "cpu" or this_machine().choose_layer_spec("auto", "off", has_experts=False)[0] == "local":
         return []
     from transformer_engine.pytorch import DotProductAttention
 
