@@ -406,7 +406,7 @@ def test_gpus_that_torch_cannot_use_end_a_job(
         prepare_job(Config(), 1)
     assert [row.verdict for row in doctor.machine_rows(1, first_here=False) if row.what == "GPUs"] == ["fault"]
     assert main(["doctor"]) == 2 and "cannot use this machine's GPUs" in capsys.readouterr().out
-    servers = ["rollout.engine=vllm", f"rollout.servers.registry_dir={tmp_path}"]
+    servers = [f"model.hf_path={tmp_path}", "rollout.engine=vllm", f"rollout.servers.registry_dir={tmp_path}"]
     assert main(["serve", CONFIG, *servers]) == 2 and "cannot use this machine's GPUs" in capsys.readouterr().err
     for hidden in ("", "-1,0", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from support.processes import free_port
 
 from dppo_megatron.launcher_env import check_launcher_env, place_from_slurm
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.doctor import cluster
 from dppo_megatron.workbench.doctor.cluster import report_of
 from dppo_megatron.workbench.doctor.machine import CheckRow, allocator_row, files_row, gpu_rows, locked_row, shm_row
 
@@ -156,6 +158,20 @@ def test_a_planted_fault_is_one_sentence(
     assert code == 2
     faults = [line for line in lines if line.startswith("fault ")]
     assert len(faults) == 1 and re.search(said, _line(lines, what)), lines
+
+
+def test_a_port_that_another_program_has_keeps_no_rank(tmp_path: Path) -> None:
+    """It takes connections and answers none: torch's store waits there past its timeout."""
+
+    def doctor(port: int) -> int:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cluster, "_RESERVE_S", 1.0)
+            return _doctor([*_job(tmp_path), "--limit-s", "4"], lambda rank: None, port, tmp_path)
+
+    with socket.create_server(("127.0.0.1", free_port())) as other:
+        assert run_ranks(doctor, 2, other.getsockname()[1]) == [3, 3]  # RunAborted's
+    assert "EADDRINUSE" in (tmp_path / "0.txt").read_text()
+    assert "does not answer as torch's store does): is rank 0 there" in (tmp_path / "1.txt").read_text()
 
 
 @pytest.mark.long

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -94,6 +95,9 @@ def processes_of(*words: str) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on at the moment, below those that outgoing connections get: a client that tries such
+    a one before its server listens may be given it, and answer itself."""
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("100 ports in a row are taken")

@@ -85,14 +85,26 @@ def _reach(timeout_s: float) -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        return dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        raise RunAborted(
-            f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port}"
-            f" ({str(error).splitlines()[0]}): is rank 0 there, and the port open?"
-        ) from None
+    found: list[Any] = []
+
+    def join() -> None:
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            found.append(dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True))  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            found.append(error)
+
+    # in a thread: a program there that takes connections and is no store keeps a client for ever, whatever its timeout
+    joining = threading.Thread(target=join, daemon=True)
+    joining.start()
+    joining.join(timeout_s + _RESERVE_S)
+    if found and not isinstance(found[0], RuntimeError):
+        return found[0]
+    said = str(found[0]).splitlines()[0] if found else "what listens there does not answer as torch's store does"
+    raise RunAborted(
+        f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port} ({said}): is rank 0 there,"
+        " and the port open?"
+    )
 
 
 def _look(config: Config | None, mine: _State, store: Any, until: float) -> None:
