@@ -93,7 +93,7 @@ def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -
 
 
 @contextmanager
-def said_by_each_rank() -> Iterator[None]:
+def reported_by_each_rank() -> Iterator[None]:
     """What stops a rank inside is printed there: the command line speaks for the first rank of a machine."""
     try:
         yield
@@ -101,7 +101,7 @@ def said_by_each_rank() -> Iterator[None]:
         if launched_rank():
             kind = "error" if isinstance(error, UserError) else "stopped"
             show(f"{kind}: rank {launched_rank()}: {error}", file=sys.stderr)
-            error.is_said = True  # type: ignore[union-attr]
+            error.is_reported = True  # type: ignore[union-attr]
         raise
 
 
@@ -182,7 +182,7 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
 
 def on_every_rank(error: E) -> E:
     """An exception that rank 0 raises too: the command line prints it there alone. No note, which tracebacks show."""
-    error.is_said = True  # type: ignore[attr-defined]
+    error.is_reported = True  # type: ignore[attr-defined]
     return error
 
 

@@ -36,7 +36,7 @@ from dppo_megatron.launcher_env import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
-from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, said_as_mistake
+from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error
 from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.process import Begin, StepLine
@@ -92,7 +92,7 @@ class Run:
                 undo.callback(self._watchdog.stop)
             undo.callback(lambda: self._files.take_back() if self._files else None)
             references = from_rank_zero(job.check_references)  # a judge may take longer than the rendezvous does
-            with said_as_mistake(self._directory):
+            with as_user_error(self._directory):
                 changes = self._take_up(job)
             self.resumes = self._origin is not None
             self._samples = SampleWriter(

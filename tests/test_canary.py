@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.engines.stub import Asked, StubServers, good
 from support.job import job_config
+from support.logged import logged_lines
 from support.processes import until
-from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.job import prepare_job
@@ -47,7 +47,7 @@ def _completion(logprob: float) -> Completion:
 def test_the_canary_is_short_and_silence_does_not_pass() -> None:
     """At most 64 tokens and no cut, whatever the run samples. One answer of two is compared and counted; none is said,
     is due again, and stops the run the third time in a row."""
-    said = heard()
+    said = logged_lines()
     values = {"sampling.max_completion_tokens": 32768, "sampling.top_p": 0.9, "completions_per_prompt": 16}
     canary, engine = Canary(rollout_config({"engine": "vllm", **values}), 0, ()), Answering()
     prompt = Prompt(0, "q", (1, 2), "a", "")
@@ -69,7 +69,7 @@ def test_the_canary_is_short_and_silence_does_not_pass() -> None:
     none = r"no rollout server has answered for its canary after 3 weight syncs"
     with pytest.raises(RunAborted, match=none) as stop:
         canary.ask(engine, prompt)  # type: ignore[arg-type]
-    assert getattr(stop.value, "is_said", False), "by rank 0, for all that asked"
+    assert getattr(stop.value, "is_reported", False), "by rank 0, for all that asked"
     engine.answers = [("b", _completion(-2.0))]
     canary.ask(engine, prompt)  # type: ignore[arg-type]
     with pytest.raises(RunAborted, match=r"^b scores a canary"):

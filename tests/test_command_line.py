@@ -27,7 +27,7 @@ from support.launch import run_ranks
 
 from dppo_megatron.config import paths
 from dppo_megatron.config.reference import page_for
-from dppo_megatron.distributed import from_rank_zero, on_every_rank, rank, said_by_each_rank
+from dppo_megatron.distributed import from_rank_zero, on_every_rank, rank, reported_by_each_rank
 from dppo_megatron.rollout.sync.receipts import canary_difference
 from dppo_megatron.run import Run
 from dppo_megatron.types import RunAborted, UserError
@@ -170,7 +170,7 @@ def _stops(where: str) -> tuple[int, str]:
     def stop() -> None:
         raise RunAborted("no server answers")
 
-    @said_by_each_rank()
+    @reported_by_each_rank()
     def find_no_gpu() -> None:
         raise UserError("no GPU")
 
@@ -200,7 +200,7 @@ def _fault() -> tuple[bool, list[str]]:
     try:
         from_rank_zero(lambda: [][0])
     except IndexError as error:
-        return getattr(error, "is_said", False), getattr(error, "__notes__", [])
+        return getattr(error, "is_reported", False), getattr(error, "__notes__", [])
     return False, []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.job import REPOSITORY, settings, write_warm_job_files
 from support.launch import run_ranks
-from support.said import heard
+from support.logged import logged_lines
 
 from dppo_megatron.config import load_config
 from dppo_megatron.observe.progress_display import Progress
@@ -37,7 +37,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     files, out = write_warm_job_files(tmp_path / "task"), tmp_path / "out"
     overrides = [s for s in settings(files, tmp_path / "unused", **EXTRA) if not s.startswith("run_dir")]
     config = load_config(CONFIG, overrides, writes_run=False)
-    said = heard()
+    said = logged_lines()
     arms = parse_arms("grpo,dppo", config, 1.0)
     monkeypatch.delenv("DPPO_PROGRESS", raising=False)
     shown = io.StringIO()

@@ -26,7 +26,7 @@ from support.engines.stub import Asked, Behaviour, StubServers
 from support.fake_fleet import Inline, synced
 from support.job import job_config
 from support.launch import run_ranks
-from support.said import heard
+from support.logged import logged_lines
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
@@ -72,7 +72,7 @@ class Case:
     """The servers of one row: a damaged one each, by what is wrong with it, and a good one."""
 
     def __init__(self, row: Row, stubs: StubServers) -> None:
-        self.row, self.stubs, self.said = row, stubs, heard()
+        self.row, self.stubs, self.said = row, stubs, logged_lines()
         damages = row.damages()
         self.must_be_found = {f"s{number}" for number, (_, _, found) in enumerate(damages) if found}
         self.wrong = {f"s{number}": (name, behave) for number, (name, behave, _) in enumerate(damages)}

@@ -428,7 +428,7 @@ def test_an_attention_that_cannot_run_is_a_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", stub)
     monkeypatch.setattr(doctor, "this_machine", lambda: Machine((9, 0), ""))
     [row] = doctor.attention_rows(torch.device("meta"))  # a device that every machine has
-    assert row.verdict == "fault" and "fails: fused_attn.cu:405: cuDNN Error: CUDNN" in row.said
+    assert row.verdict == "fault" and "fails: fused_attn.cu:405: cuDNN Error: CUDNN" in row.detail
     for other in (Machine((9, 0), "it is not installed"), Machine((8, 0), "")):  # the latter: no flash-attn
         monkeypatch.setattr(doctor, "this_machine", lambda other=other: other)
         assert doctor.attention_rows(torch.device("meta")) == []

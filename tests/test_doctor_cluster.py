@@ -262,8 +262,10 @@ _SMI = """\
 def test_what_nvidia_smi_says_is_judged() -> None:
     """A power cap under load and an idle clock are no trouble, heat is; an uncorrected error stops a job some day."""
     clocks, ecc = gpu_rows(_SMI)
-    assert clocks.verdict == "warning" and clocks.said.startswith("GPU 1: hardware slowdown, too hot (hardware): look")
-    assert (ecc.verdict, ecc.said.partition(":")[0]) == ("fault", "uncorrected errors (GPU 2")
+    assert clocks.verdict == "warning" and clocks.detail.startswith(
+        "GPU 1: hardware slowdown, too hot (hardware): look"
+    )
+    assert (ecc.verdict, ecc.detail.partition(":")[0]) == ("fault", "uncorrected errors (GPU 2")
     first, last = _SMI.splitlines()[0], _SMI.splitlines()[-1]
     assert [row.verdict for row in gpu_rows(f"{first}\n{last}\n")] == ["ok", "ok"]
 
@@ -300,7 +302,7 @@ def test_limits_are_judged_by_what_needs_them(row: CheckRow, verdict: str) -> No
 def test_allocator_advice_fits_colocation(colocated: bool | None, setting: str, verdict: str, said: str) -> None:
     """What helps packs of varied length is what CUDA IPC to a colocated server may fail with."""
     row = allocator_row({"PYTORCH_ALLOC_CONF": setting}, "cuda", colocated)
-    assert row.verdict == verdict and said in row.said
+    assert row.verdict == verdict and said in row.detail
 
 
 def test_of_many_ranks_each_trouble_is_told_once() -> None:
@@ -310,14 +312,14 @@ def test_of_many_ranks_each_trouble_is_told_once() -> None:
         rank: [CheckRow("a", "ok", f"fine {rank}"), CheckRow("speed", "ok", f"{rank}", 100.0 - rank)]
         for rank in range(8)
     }
-    assert [(row.verdict, row.said, row.ranks) for row in report_of(found, hosts)] == [
+    assert [(row.verdict, row.detail, row.ranks) for row in report_of(found, hosts)] == [
         ("ok", "fine 0", ""),
         ("ok", "7", "slowest: rank 7 on node1"),
     ]
     found[3] = [CheckRow("a", "fault", "broken"), CheckRow("speed", "ok", "slow", 40.0)]
     broken, slow = report_of(found, hosts)
-    assert (broken.verdict, broken.said, broken.ranks) == ("fault", "broken", "rank 3 on node0")
-    assert slow.verdict == "warning" and slow.said.startswith("slow; less than half of the ranks' median, 95.5 GB/s")
+    assert (broken.verdict, broken.detail, broken.ranks) == ("fault", "broken", "rank 3 on node0")
+    assert slow.verdict == "warning" and slow.detail.startswith("slow; less than half of the ranks' median, 95.5 GB/s")
     everywhere = {rank: [CheckRow("a", "fault", "broken")] for rank in range(8)}
     assert [row.ranks for row in report_of(everywhere, hosts)] == [""]
 

@@ -19,8 +19,8 @@ from support.engines.forked_vllm import group_of
 from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
 from support.launch import run_ranks
+from support.logged import logged_lines
 from support.processes import is_gone, until
-from support.said import heard
 from support.served import prompts_of, rank_zero
 from support.timelines import nested, overlapping, read_timeline
 
@@ -138,7 +138,7 @@ def test_a_replica_that_dies_idle_is_noticed(
     """Just before the server is to sleep: vLLM stops listening, and neither answers nor ends. The call is given up
     before `sync_timeout_s`, which this test would not outlive, and the server is started again for the next sync as one
     that has ended is, and not as one that has been silent for long."""
-    said = heard()
+    said = logged_lines()
     monkeypatch.setattr(member, "HUNG_S", math.inf)
     forked = {"rollout__servers__python": str(forked_vllm), "rollout__servers__colocate": "true"}
     config = job_config(

@@ -352,7 +352,7 @@ def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseExc
             run._stop_requests.received = "SIGUSR1"
             train(run)
     except Exception as ended:
-        return f"{type(ended).__name__}: {ended}{', on every rank' * getattr(ended, 'is_said', False)}"
+        return f"{type(ended).__name__}: {ended}{', on every rank' * getattr(ended, 'is_reported', False)}"
     return "trained"
 
 

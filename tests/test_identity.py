@@ -27,8 +27,8 @@ from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.engines.servers import PYTHON, launch_servers, needs
 from support.impostor import WAYS, Impostor
 from support.job import job_config
+from support.logged import logged_lines
 from support.processes import until
-from support.said import heard
 from support.served import rank_zero
 from support.settings import rollout_config
 from torch.distributed.distributed_c10d import PrefixStore
@@ -187,7 +187,7 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
         rollout__servers__count=2,
         rollout__limits__probe_every_s=0.1,
     )
-    job, said = prepare_job(config, 1), heard()
+    job, said = prepare_job(config, 1), logged_lines()
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         [first, second] = rank_zero(engine).fleet.members

@@ -25,8 +25,8 @@ from support.engines.stub import Asked, Behaviour, StubServers, answer_to, compl
 from support.job import QUICK, job_config
 from support.killing import train_or_die
 from support.launch import run_ranks
+from support.logged import logged_lines
 from support.processes import holding, running, until
-from support.said import heard
 from support.served import rank_zero
 from test_array_answers import packed
 
@@ -194,7 +194,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
 
     stubs.behaviours["a"] = either
     stubs.pages[f"a/{path}"] = '{"form": 2}'
-    said = heard()
+    said = logged_lines()
     engine = _one_rank(
         files, tmp_path, rollout__servers__endpoints=f"[{stubs.url('a')}]", rollout__limits__engine_wait_s=2
     )
@@ -260,7 +260,7 @@ def test_what_is_given_up_half_way_is_ended_at_the_server(files: Path, tmp_path:
 def test_two_runs_at_one_server(files: Path, tmp_path: Path, stubs: StubServers) -> None:
     """Both count their weights from 1. Whoever's are there, the other does not train on what they generate."""
     where = {"rollout__servers__endpoints": f"[{stubs.url('a')}]", "rollout__limits__engine_wait_s": 2}
-    said = heard()
+    said = logged_lines()
     first = _one_rank(files, tmp_path / "first", **where)
     second = _one_rank(files, tmp_path / "second", **where)
     try:

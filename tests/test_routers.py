@@ -21,8 +21,8 @@ from support.engines.rig import Rig, requests, right, run, sync
 from support.engines.routers import real_router, relay
 from support.engines.stub import Asked, StubServers, good
 from support.job import job_config, write_job_files
+from support.logged import logged_lines
 from support.processes import until
-from support.said import heard
 from support.settings import rollout_config
 
 from dppo_megatron.job import prepare_job
@@ -41,7 +41,7 @@ DIALECT: dict[str, AnyDialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect
 
 
 def _said(endpoints: list[str]) -> tuple[list[str], list[RouterServer], list[str]]:
-    said = heard()
+    said = logged_lines()
     return *routed(rollout_config({"engine": "sglang", "servers.endpoints": endpoints}), ""), said
 
 

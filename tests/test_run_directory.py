@@ -22,8 +22,8 @@ import torch
 from support.cases import Choose
 from support.disk_faults import Killed, disk_fault
 from support.launch import run_ranks
+from support.logged import logged_lines
 from support.processes import in_child, kill
-from support.said import heard
 from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.actor.layout import start_process_group
@@ -33,14 +33,14 @@ from dppo_megatron.distributed import on_every_rank
 from dppo_megatron.observe import json_lines
 from dppo_megatron.observe.json_lines import OLD, JsonLines, rewind
 from dppo_megatron.observe.lock import RunLock
-from dppo_megatron.observe.run_directory import RunDirectory, said_as_mistake
+from dppo_megatron.observe.run_directory import RunDirectory, as_user_error
 from dppo_megatron.types import RunAborted, UserError
 
 
 def test_what_rank_0_could_not_write_is_printed_by_it_alone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="quota") as caught, said_as_mistake(tmp_path):
+    with pytest.raises(UserError, match="quota") as caught, as_user_error(tmp_path):
         raise on_every_rank(OSError(122, "quota"))
-    assert caught.value.__dict__ == {"is_said": True}
+    assert caught.value.__dict__ == {"is_reported": True}
 
 
 def test_a_requeued_job_is_told_of_its_own_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_record_without_its_identity_is_left_alone(tmp_path: Path, identity: s
 
 def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
     for number in (1, 2, 3):
-        said = heard()
+        said = logged_lines()
         files = RunDirectory(tmp_path)
         files.open_record(Config(), {"format": "x"}, None, {})
         files.write("metrics.jsonl", {"step": 0, "attempt": number})
@@ -178,7 +178,7 @@ def test_a_run_that_begins_again_keeps_its_old_records(tmp_path: Path) -> None:
 def _write_on_a_full_disk(run_dir: Path) -> dict[str, Any]:
     """On a rank: three lines, of which the second and third find no room until there is some again."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    said = heard()
+    said = logged_lines()
     files = RunDirectory(run_dir)
     files.open_record(Config(), {"format": "x"}, None, {})
     files.write("metrics.jsonl", {"step": 0})
@@ -346,7 +346,7 @@ def test_a_resume_parses_no_line_that_it_knows(tmp_path: Path, monkeypatch: pyte
 
 def test_a_full_trace_loses_its_older_half_and_says_so_once(tmp_path: Path) -> None:
     """A resume from before what was dropped misses nothing; a run that was killed amid the copy leaves none behind."""
-    config, said, sums = Config(), heard(), dict[str, dict[int, int]]()
+    config, said, sums = Config(), logged_lines(), dict[str, dict[int, int]]()
     config.observe.trace_max_gb = 1e-6
     for resumed in (None, 40):
         files = RunDirectory(tmp_path)
@@ -403,7 +403,7 @@ def _save_with_strays(model: Path, root: Path, keep: int) -> list[str]:
     """On a rank: five saves among strays; after each, what is good, and what was said."""
     from dppo_megatron.checkpoint.store import CheckpointStore, describe
 
-    said = heard()
+    said = logged_lines()
     actor = build_actor(model, Parallel())
     store = CheckpointStore(root, run="mine", assets=model, keep=keep, async_save=False)
     for name in ("step_000900", "step_000000"):

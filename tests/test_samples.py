@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.job import job_config, write_job_files
-from support.said import heard
+from support.logged import logged_lines
 
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.config.schema import Config
@@ -225,7 +225,7 @@ def test_the_oldest_go_where_the_bound_is_reached(tmp_path: Path) -> None:
 def test_trouble_is_said_once_and_stops_nothing(rank: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From the writer's thread: in the log, or by a rank that has none on its own."""
     (tmp_path / "samples").write_text("a file where the directory should be")
-    said = heard()
+    said = logged_lines()
     writer = SampleWriter(tmp_path / "samples", rank, 4, SamplesConfig())
     for step in range(3):
         writer.write(step, [_group(0)])

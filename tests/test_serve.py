@@ -23,8 +23,8 @@ from support.engines import fake_vllm
 from support.engines.fake_vllm import FakeVLLM, fake_python
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
+from support.logged import logged_lines
 from support.processes import processes_of, until
-from support.said import heard
 from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
@@ -170,7 +170,7 @@ class Trainer:
     """The engine of a run of one rank, which syncs and generates."""
 
     def __init__(self, config: Config) -> None:
-        self.said = heard()
+        self.said = logged_lines()
         job = prepare_job(config, 1)
         self.engine = ServerEngine(config, job.architecture, job.tokenizer)
         self.step = 0
@@ -237,7 +237,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     """Addresses that are none, answers that are not this engine's: each said once, and the run goes on. One that has
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
-    said, fleet = heard(), Fleet([], config.rollout)
+    said, fleet = logged_lines(), Fleet([], config.rollout)
     known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []

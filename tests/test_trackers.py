@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.said import heard
+from support.logged import logged_lines
 from support.wandb_reading import history, records
 
 from dppo_megatron.config.observe import ObserveConfig, TrackingConfig, check_observe
@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("TRACKIO_DIR", raising=False)
         for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"):
             patch.setenv(name, SECRET)
-        said = heard()
+        said = logged_lines()
         for resumed_step, steps, shift in ((None, range(6), 0.0), (3, range(4, 7), 0.5)):
             trackers = Trackers(TOOLS, _begin(directory, resumed_step), 300.0)
             for step in steps:
@@ -215,7 +215,7 @@ def test_a_run_that_begins_again_is_another_run(tmp_path: Path, monkeypatch: pyt
 def test_a_tool_that_cannot_begin(tmp_path: Path) -> None:
     """Said once, counted for every step; the other tool gets all."""
     (tmp_path / "tensorboard").write_text("in the way")
-    said = heard()
+    said = logged_lines()
     trackers = Trackers(["tensorboard", "trackio"], _begin(tmp_path), 300.0)
     for step in range(3):
         trackers.step(_line(step))
@@ -241,7 +241,7 @@ def _program(text: str) -> Callable[..., subprocess.Popen[bytes]]:
 def test_a_tool_that_hangs_takes_no_time_from_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes nothing, for ever: steps are handed over all the same, and its process is ended."""
     monkeypatch.setattr(sink, "_start", _program("import time; time.sleep(10_000)"))
-    said = heard()
+    said = logged_lines()
     trackers = Trackers(["wandb"], _begin(tmp_path), 0.2)
     for step in range(500):
         trackers.step(_line(step))
@@ -257,7 +257,7 @@ def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatc
     """The first never answers and uses up all of the time at the end; the second has taken the end meanwhile."""
     programs = {"mlflow": "import time; time.sleep(10_000)", "wandb": f"while {ANSWER}: pass"}
     monkeypatch.setattr(sink, "_start", lambda name, limit_s: _program(programs[name])(name, limit_s))
-    said = heard()
+    said = logged_lines()
     trackers = Trackers(["mlflow", "wandb"], _begin(tmp_path), 6.0)
     trackers.step(_line(0))
     trackers.close(finished=True)
@@ -268,7 +268,7 @@ def test_a_tool_that_hangs_takes_no_time_from_another(tmp_path: Path, monkeypatc
 def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name from a command line in another encoding: this step is lost, and the others arrive."""
     monkeypatch.setattr(sink, "_start", _program(f"while {ANSWER}: pass"))
-    said = heard()
+    said = logged_lines()
     trackers = Trackers(["wandb"], _begin(tmp_path), 300.0)
     trackers.step(StepLine(0, 0.0, {"eval/caf\udce9/pass@1": 1.0}, [], []))
     trackers.step(_line(1))
@@ -279,7 +279,7 @@ def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: p
 def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its first answer, as by the kernel for want of memory."""
     monkeypatch.setattr(sink, "_start", _program(ANSWER))
-    said = heard()
+    said = logged_lines()
     trackers = Trackers(["wandb"], _begin(tmp_path), 300.0)
     for step in range(5):
         trackers.step(_line(step))
@@ -293,7 +293,7 @@ def test_a_failure_does_not_show_the_environment(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{SECRET}@127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    said = heard()
+    said = logged_lines()
     begin = _begin(tmp_path)
     trackers = Trackers(["mlflow"], Begin(**{**_fields(begin), "offline": False}), 300.0)
     trackers.step(_line(0))

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.launch import run_ranks
-from support.said import heard
+from support.logged import logged_lines
 from support.settings import rollout_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -69,7 +69,7 @@ class Running:
 
     def __init__(self) -> None:
         self.servers: list[PipeServer] = []
-        self.said = heard()
+        self.said = logged_lines()
 
     def sync(self, *servers: PipeServer, **values: Any) -> tuple[WeightSync, Fleet, BroadcastChannel]:
         self.servers += servers

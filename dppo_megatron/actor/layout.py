@@ -18,7 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
-from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, said_by_each_rank
+from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, reported_by_each_rank
 from dppo_megatron.launcher_env import launched_local_rank, raise_file_limit, set_cuda_variables
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -75,7 +75,7 @@ hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, 
 timeouts."""
 
 
-@said_by_each_rank()
+@reported_by_each_rank()
 def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process.
 
@@ -154,7 +154,7 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
     )
 
 
-@said_by_each_rank()
+@reported_by_each_rank()
 def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: float = 600.0) -> None:
     """Have the communicators made of those of Megatron's groups through which this model trains; see `connect`.
 

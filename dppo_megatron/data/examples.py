@@ -42,24 +42,24 @@ def load_examples(
     if is_over and not evaluated:
         return [], []
     samples: list[TrainSample] = []
-    told_in, is_chat = config.sft.completion_field, config.sft.completion_field == settings.problem_field
+    completion_field, is_chat = config.sft.completion_field, config.sft.completion_field == settings.problem_field
     shared, start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance):
             if is_chat:
-                rows, told_in = [fields.solution_apart(row, settings) for row in rows], fields.LAST_TURN
+                rows, completion_field = [fields.solution_apart(row, settings) for row in rows], fields.LAST_TURN
             rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
             if is_over:
                 continue
             origins = [row.origin for row in rows]
             asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            told = [fields.completion_of(row, told_in, settings) for row in rows]
-            for origin, text in zip(origins * 2, asked + told, strict=True):
+            answers = [fields.completion_of(row, completion_field, settings) for row in rows]
+            for origin, text in zip(origins * 2, asked + answers, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
                         f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
                     )
-            prompts, completions = tokenize(asked, tokenizer, shared, start), tokenize(told, tokenizer, shared)
+            prompts, completions = tokenize(asked, tokenizer, shared, start), tokenize(answers, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)

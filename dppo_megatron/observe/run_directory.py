@@ -56,7 +56,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, JsonLines] = {}
-        with said_as_mistake(path):
+        with as_user_error(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path)
             try:
@@ -78,7 +78,7 @@ class RunDirectory:
             resumed_step: the step of the run's own checkpoint that it resumes from; None for a new run.
             sums: the logs' checksums stored in that checkpoint.
         """
-        with said_as_mistake(self._path):
+        with as_user_error(self._path):
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, is_trace = self._path / name, name == _TRACE
@@ -168,7 +168,7 @@ class RunDirectory:
 
 
 @contextmanager
-def said_as_mistake(path: Path) -> Iterator[None]:
+def as_user_error(path: Path) -> Iterator[None]:
     """An OSError inside the block becomes a UserError about the run directory `path`."""
     try:
         yield

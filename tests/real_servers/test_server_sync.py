@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from support.engines.servers import Reference
 from support.job import QUICK, read_metrics
 from support.launch import run_ranks
-from support.said import heard
+from support.logged import logged_lines
 from support.served import (
     LONG,
     Served,
@@ -196,7 +196,7 @@ def test_a_sync_that_fails_half_way_leaves_nobody_with_mixed_weights(served: Ser
     """One of two sleeping servers hangs after the first bucket: it is out, with a reason, and gets no request; the
     other has all of the new weights. A later sync takes it back, from the middle of the one it never finished, and
     wakes what of it still sleeps."""
-    said = heard()
+    said = logged_lines()
     config = served.config(
         tmp_path,
         rollout__sync__channel="gloo",

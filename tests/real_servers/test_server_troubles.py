@@ -12,7 +12,7 @@ import pytest
 from support.engines.servers import API_KEY, Reference
 from support.job import QUICK, REPOSITORY, job_config, read_metrics, settings
 from support.launch import run_ranks
-from support.said import heard
+from support.logged import logged_lines
 from support.served import (
     LONG,
     LONGEST,
@@ -110,7 +110,7 @@ def test_a_request_that_takes_too_long_is_named(served: Served, tmp_path: Path) 
 def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> None:
     """SIGSTOP in the middle of generation: every request is answered once, by the other server; after SIGCONT it can
     sleep in spite of what it still runs, is synced and takes part again."""
-    said = heard()
+    said = logged_lines()
     config = served.config(
         tmp_path,
         rollout__limits__probe_every_s=0.5,
@@ -140,7 +140,7 @@ def test_a_hung_server_is_named_and_survived(served: Served, tmp_path: Path) -> 
 
 def test_a_killed_server_loses_and_repeats_nothing(served: Served, tmp_path: Path) -> None:
     """kill -9 in the middle of generation: one completion for every request, with seeds the same as without it."""
-    said = heard()
+    said = logged_lines()
     config = served.config(tmp_path, rollout__limits__probe_every_s=0.5)
     engine, reference = served.engine(config), Reference(served.files / "model", 8)
     engine.load_weights(reference.weights)

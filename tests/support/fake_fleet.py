@@ -24,7 +24,7 @@ from dppo_megatron.rollout.servers.wire import (
     Graded,
     Submit,
 )
-from support.said import heard
+from support.logged import logged_lines
 from support.settings import rollout_config
 
 
@@ -92,7 +92,7 @@ class World:
     ended: list[int] = field(default_factory=list)
     late: list[Event] = field(default_factory=list)
     """Events that were on their way when their ticket was cancelled."""
-    said: list[str] = field(default_factory=heard)
+    said: list[str] = field(default_factory=logged_lines)
     capacity: int = 1000
     clients: dict[str, int] = field(default_factory=dict)
     """Server -> the client that asks it; all the same one's else."""

@@ -52,7 +52,7 @@ class _TrackerQueue:
 
     def __init__(self, name: str, begin: Begin, limit_s: float) -> None:
         self.name = name
-        self._has_said = False
+        self._has_logged = False
         self._dropped, self._failed = 0, 0
         self._is_lost = False
         self._begin, self._limit_s = begin, limit_s
@@ -123,8 +123,8 @@ class _TrackerQueue:
         self._note(why)
 
     def _note(self, failure: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+        if not self._has_logged:
+            self._has_logged = True
             log(f"warning: tracker {self.name}: {failure} (logged once; the run goes on)")
 
 

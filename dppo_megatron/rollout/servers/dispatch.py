@@ -307,8 +307,8 @@ class Dispatch:
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
         if event.kind == "unreachable" and attempt.index in work.ended:
-            told_s = work.first_asked[attempt.index] + self._limits.request_timeout_s
-            if member.delivered_s > told_s:
+            deadline_s = work.first_asked[attempt.index] + self._limits.request_timeout_s
+            if member.delivered_s > deadline_s:
                 return None  # it has missed that this request was to end; one that hangs answers nobody
         self._blame(attempt, event.text)
 

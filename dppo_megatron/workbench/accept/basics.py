@@ -17,11 +17,11 @@ def environment(sheet: Sheet) -> None:
     device = torch.device("cuda" if gpus else "cpu")
     rows = machine_rows(max(gpus, 1), first_here=True) + attention_rows(device) + copy_rows(device)
     name, lacks = torch.cuda.get_device_name() if gpus else "no CUDA device", machine.lacks_transformer_engine
-    found = report() + [(row.what, row.said) for row in rows]
+    found = report() + [(row.what, row.detail) for row in rows]
     sheet.facts(gpus=gpus, device=name, lacks_transformer_engine=lacks, report=found)
     if not gpus:
         return
-    faults = [f"{row.what}: {row.said}" for row in rows if row.verdict == "fault"]
+    faults = [f"{row.what}: {row.detail}" for row in rows if row.verdict == "fault"]
     sheet.note("faults", len(faults), note="; ".join(faults))
     recipes = [one for one in ("tensorwise", "delayed", "blockwise") if not machine.lacks_for_fp8(one)]
     sheet.note("fp8_recipes", None if lacks else len(recipes), note=lacks or ", ".join(recipes))
@@ -36,4 +36,4 @@ def ipc(sheet: Sheet) -> None:
     """The doctor's round trip, three times: another process changes each byte of a buffer of ours."""
     device = torch.device("cuda" if sheet.cuda else "cpu")
     rows = [server_rows(None, device, timeout_s=30.0)[0] for _ in range(3)]
-    sheet.note("right", sum(row.verdict == "ok" for row in rows), note=f"{rows[-1].what}: {rows[-1].said}")
+    sheet.note("right", sum(row.verdict == "ok" for row in rows), note=f"{rows[-1].what}: {rows[-1].detail}")

@@ -94,7 +94,7 @@ def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str
 
     def report(rows: list[CheckRow]) -> None:
         for row in rows:
-            show(f"{row.verdict:<9}{row.what:<24}{row.said}{f' [{row.ranks}]' if row.ranks else ''}")
+            show(f"{row.verdict:<9}{row.what:<24}{row.detail}{f' [{row.ranks}]' if row.ranks else ''}")
         counts = ", ".join(f"{sum(row.verdict == one for row in rows)} {one}" for one in ("fault", "warning", "ok"))
         show(f"{counts}; {size} ranks, {time.monotonic() - began:.0f} s")
         if arguments.json:

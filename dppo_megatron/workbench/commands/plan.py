@@ -152,8 +152,8 @@ def execute(arguments: argparse.Namespace) -> int:
         methods=methods,
         trace=read_trace(arguments.trace) if arguments.trace else None,
     )
-    is_told = arguments.gpus or launched_world_size() > 1
-    assumed = [] if is_told else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+    is_given = arguments.gpus or launched_world_size() > 1
+    assumed = [] if is_given else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
         assumed.append("assumed: every completion comes to its end; what pruning.early_stop saves is not planned")
     show(*map(with_paths, (*of_here, *assumed, *published, *said, *layers, *lines(plan, arguments.config), *loaded)))

@@ -19,11 +19,13 @@ from dppo_megatron.types import UserError
 
 
 def say(line: str, why: Exception | None = None) -> None:
-    """Print a line to stderr: on rank 0, or everywhere if the environment does not tell which that is. With `why`, the
-    error that ends a command, the first rank of each other machine prints it too, unless rank 0 does (`is_said`): those
-    beside it have the same files."""
+    """Print a line to stderr on rank 0, or on every rank if the environment does not name a rank.
+
+    `why`: the error that ends a command. The first rank of each other machine prints it too, unless rank 0 does
+    (`is_reported`); the ranks beside that one read the same files and would print the same line.
+    """
     if not _speaks():
-        if why is None or launched_local_rank() or getattr(why, "is_said", False):
+        if why is None or launched_local_rank() or getattr(why, "is_reported", False):
             return
         kind, _, text = line.partition(": ")
         line = f"{kind}: rank {launched_rank()} ({socket.gethostname()}): {text}"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from dppo_megatron.actor.layout import build_layout, start_process_group, stop_process_group
 from dppo_megatron.config.schema import Config
-from dppo_megatron.distributed import said_by_each_rank
+from dppo_megatron.distributed import reported_by_each_rank
 from dppo_megatron.launcher_env import launched_local_rank, launched_rank, launched_world_size
 from dppo_megatron.types import RunAborted
 from dppo_megatron.workbench.doctor import machine
@@ -79,7 +79,7 @@ def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[
     return code
 
 
-@said_by_each_rank()
+@reported_by_each_rank()
 def _reach(timeout_s: float) -> Any:
     if launched_world_size() == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -100,9 +100,9 @@ def _reach(timeout_s: float) -> Any:
     joining.join(timeout_s + _RESERVE_S)
     if found and not isinstance(found[0], RuntimeError):
         return found[0]
-    said = str(found[0]).splitlines()[0] if found else "what listens there does not answer as torch's store does"
+    detail = str(found[0]).splitlines()[0] if found else "what listens there does not answer as torch's store does"
     raise RunAborted(
-        f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port} ({said}): is rank 0 there,"
+        f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port} ({detail}): is rank 0 there,"
         " and the port open?"
     )
 
@@ -219,16 +219,16 @@ def report_of(found: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str])
         if worst == "ok" and speeds:
             slowest, middle = min(speeds, key=lambda rank: speeds[rank]), statistics.median(speeds.values())
             row = replace(own[slowest], ranks=f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else "")
-            said = f"{row.said}; less than half of the ranks' median, {middle:.3g} GB/s"
-            yield replace(row, verdict="warning", said=said) if speeds[slowest] < _SLOW * middle else row
+            detail = f"{row.detail}; less than half of the ranks' median, {middle:.3g} GB/s"
+            yield replace(row, verdict="warning", detail=detail) if speeds[slowest] < _SLOW * middle else row
         elif worst == "ok":
             yield next(iter(own.values()))
         else:
-            for said in dict.fromkeys(row.said for row in own.values() if row.verdict == worst):
-                ranks = [rank for rank, row in own.items() if row.said == said]
-                yield CheckRow(what, worst, said, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
+            for detail in dict.fromkeys(row.detail for row in own.values() if row.verdict == worst):
+                ranks = [rank for rank, row in own.items() if row.detail == detail]
+                yield CheckRow(what, worst, detail, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
 
 
 def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    said = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_NAMED])
-    return f"{said} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else said
+    detail = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_NAMED])
+    return f"{detail} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else detail

@@ -63,7 +63,7 @@ class CheckRow:
 
     what: str
     verdict: Verdict
-    said: str
+    detail: str
     """What was found; for a warning or a fault also what would be right."""
     gb_s: float | None = None
     """A speed; rank 0 compares it with the other ranks'."""
@@ -95,7 +95,7 @@ def report() -> list[tuple[str, str]]:
         ("environment", environment(os.environ, device)),
         ("warning", transformer_engine_warning()),
     ]
-    return [(what, said) for what, said in rows if said]
+    return [(what, detail) for what, detail in rows if detail]
 
 
 def faults() -> list[str]:
@@ -103,7 +103,7 @@ def faults() -> list[str]:
     if why := why_gpus_are_unused():
         return [why]
     rows = attention_rows(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return [row.said for row in rows if row.verdict == "fault"]
+    return [row.detail for row in rows if row.verdict == "fault"]
 
 
 def environment(variables: Mapping[str, str], device: str) -> str:
@@ -111,23 +111,23 @@ def environment(variables: Mapping[str, str], device: str) -> str:
     if device == "cpu":
         return "nothing to set on a CPU"
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    said = f"CUDA_DEVICE_MAX_CONNECTIONS={connections or '1 (set by the trainer)'}"
+    detail = f"CUDA_DEVICE_MAX_CONNECTIONS={connections or '1 (set by the trainer)'}"
     if connections not in ("", "1"):
-        said += ": with tensor or context parallelism Megatron overlaps communication only at 1"
-    return f"{said}; {allocator_row(variables, device, colocated=None).said}"
+        detail += ": with tensor or context parallelism Megatron overlaps communication only at 1"
+    return f"{detail}; {allocator_row(variables, device, colocated=None).detail}"
 
 
 def allocator_row(variables: Mapping[str, str], device: str, colocated: bool | None) -> CheckRow:
     """Whether expandable segments fit the job; `colocated` as `rollout.servers.colocate`, None if no job is known."""
     if device == "cpu":
         return CheckRow("allocator", "ok", "nothing to set on a CPU")
-    if said := ipc_warning(variables).removeprefix("; "):
-        return CheckRow("allocator", "warning" if colocated else "ok", said)
+    if detail := ipc_warning(variables).removeprefix("; "):
+        return CheckRow("allocator", "warning" if colocated else "ok", detail)
     if colocated:
         return CheckRow("allocator", "ok", "no expandable segments, which suits CUDA IPC to colocated servers")
     condition = "" if colocated is False else ", unless servers are colocated,"
-    said = f"without expandable segments (PYTORCH_ALLOC_CONF){condition} packs of varied length fragment memory"
-    return CheckRow("allocator", "ok" if colocated is None else "warning", said)
+    detail = f"without expandable segments (PYTORCH_ALLOC_CONF){condition} packs of varied length fragment memory"
+    return CheckRow("allocator", "ok" if colocated is None else "warning", detail)
 
 
 def _version(package: str, purpose: str) -> str:
@@ -159,29 +159,29 @@ def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
 
 def files_row(hard: int, world_size: int) -> CheckRow:
     """`ulimit -Hn`, to which ranks raise their own; -1: none. gloo has a socket for each other rank."""
-    needed, said = _OWN_FILES + world_size, f"{'unlimited' if hard < 0 else hard} open files (hard limit)"
+    needed, detail = _OWN_FILES + world_size, f"{'unlimited' if hard < 0 else hard} open files (hard limit)"
     if hard < 0 or hard >= needed:
-        return CheckRow("ulimit -n", "ok", said)
-    said += f", but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)"
-    return CheckRow("ulimit -n", "fault", said)
+        return CheckRow("ulimit -n", "ok", detail)
+    detail += f", but a rank of {world_size} needs {needed}: raise it (ulimit -Hn)"
+    return CheckRow("ulimit -n", "fault", detail)
 
 
 def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
     """`ulimit -l`; -1: none."""
-    said = f"{'unlimited' if soft_bytes < 0 else f'{soft_bytes} bytes'} may be locked"
+    detail = f"{'unlimited' if soft_bytes < 0 else f'{soft_bytes} bytes'} may be locked"
     if soft_bytes < 0 or not has_infiniband:
-        return CheckRow("ulimit -l", "ok", said)
-    said += ": InfiniBand registers NCCL's buffers there; `ulimit -l unlimited`, in Docker --ulimit memlock=-1"
-    return CheckRow("ulimit -l", "warning", said)
+        return CheckRow("ulimit -l", "ok", detail)
+    detail += ": InfiniBand registers NCCL's buffers there; `ulimit -l unlimited`, in Docker --ulimit memlock=-1"
+    return CheckRow("ulimit -l", "warning", detail)
 
 
 def shm_row(free: int) -> CheckRow:
     """Bytes of shared memory for NCCL and the engines."""
-    said = f"{free >> 20:,} MiB free"
+    detail = f"{free >> 20:,} MiB free"
     if free >= _ENOUGH_SHM:
-        return CheckRow("/dev/shm", "ok", said)
-    said += ": NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more (Docker:"
-    return CheckRow("/dev/shm", "fault" if free < _DOCKERS_SHM else "warning", f"{said} --shm-size=16g)")
+        return CheckRow("/dev/shm", "ok", detail)
+    detail += ": NCCL and vLLM (160 MiB a server) share memory there; remove what is left in it, or give more (Docker:"
+    return CheckRow("/dev/shm", "fault" if free < _DOCKERS_SHM else "warning", f"{detail} --shm-size=16g)")
 
 
 def _gpus() -> list[CheckRow]:
@@ -191,8 +191,8 @@ def _gpus() -> list[CheckRow]:
     except FileNotFoundError:
         return [CheckRow("clocks and ECC", "ok", "not measured: no nvidia-smi")]
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stdout", None) or error
-        return [CheckRow("clocks and ECC", "warning", f"nvidia-smi does not answer: {said}".replace("\n", " "))]
+        detail = getattr(error, "stdout", None) or error
+        return [CheckRow("clocks and ECC", "warning", f"nvidia-smi does not answer: {detail}".replace("\n", " "))]
 
 
 def gpu_rows(text: str) -> list[CheckRow]:
@@ -208,8 +208,8 @@ def gpu_rows(text: str) -> list[CheckRow]:
     if named := "; ".join(f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons):
         rows[0] = CheckRow("clocks", "warning", f"{named}: look after cooling and power, or leave the node out")
     if broken := ", ".join(f"GPU {index}: {errors}" for index, *_, errors in cards if errors.isdigit() and int(errors)):
-        said = f"uncorrected errors ({broken}): have the GPU reset, or leave the node out"
-        rows[1] = CheckRow("ECC", "fault", said)
+        detail = f"uncorrected errors ({broken}): have the GPU reset, or leave the node out"
+        rows[1] = CheckRow("ECC", "fault", detail)
     return rows
 
 
@@ -223,8 +223,8 @@ _REPEATS = 5
 def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[CheckRow]:
     """Start the servers' Python with a server's variables, have it map memory of this rank, compare both NCCLs."""
     if config is not None and config.rollout.servers.launch != "local":
-        said = "none is started here; running ones are compared when a job connects to them"
-        return [CheckRow("servers", "ok", said)]
+        detail = "none is started here; running ones are compared when a job connects to them"
+        return [CheckRow("servers", "ok", detail)]
     channel, is_shared, python, variables = "", False, sys.executable, dict(os.environ)
     if config is not None:
         channel, python = config.rollout.sync.channel, config.rollout.servers.python or python
@@ -246,12 +246,12 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     shared = CheckRow(what, "ok", f"{python} reads and writes this rank's")
     if not came_back:
         advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
-        said = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
-        shared = CheckRow(what, "fault" if is_shared else "warning", said)
+        detail = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
+        shared = CheckRow(what, "fault" if is_shared else "warning", detail)
     both = CheckRow("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
     if unlike := dppo_wire.nccl_difference(answer["nccl"]):
-        said = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
-        both = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", said)
+        detail = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
+        both = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", detail)
     return [shared, both]
 
 
@@ -282,9 +282,9 @@ def attention_rows(device: torch.device) -> list[CheckRow]:
         layer(query, key, value, cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest).sum().backward()
         torch.cuda.synchronize(device)
     except Exception as error:  # whatever a kernel raises
-        said = f"Transformer Engine's over packs fails: {' '.join(str(error).split())[:300]}; cuDNN is torch's unless"
-        said += " CUDNN_HOME or CUDNN_PATH names another; actor.layer_spec=local does without"
-        return [CheckRow("attention", "fault", said)]
+        detail = f"Transformer Engine's over packs fails: {' '.join(str(error).split())[:300]}; cuDNN is torch's unless"
+        detail += " CUDNN_HOME or CUDNN_PATH names another; actor.layer_spec=local does without"
+        return [CheckRow("attention", "fault", detail)]
     return [CheckRow("attention", "ok", "Transformer Engine's over packs, forwards and backwards")]
 
 
@@ -312,8 +312,8 @@ def reduce_row(name: str, group: dist.ProcessGroup, device: torch.device, timeou
         raise RuntimeError(f"the sum over {ranks} ranks is wrong")
     speed = 2 * (ranks - 1) / ranks * _gb_s(lambda: dist.all_reduce(tensor, group=group), size)
     backend = "gloo" if device.type == "cpu" else "nccl"
-    said = f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {backend}, {size >> 20} MiB)"
-    return CheckRow(f"all-reduce {name}", "ok", said, speed)
+    detail = f"{speed:.3g} GB/s over {ranks} ranks (bus bandwidth; {backend}, {size >> 20} MiB)"
+    return CheckRow(f"all-reduce {name}", "ok", detail, speed)
 
 
 def _gb_s(call: Callable[[], object], num_bytes: int) -> float:

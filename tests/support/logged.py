@@ -7,7 +7,7 @@ from dppo_megatron.texts import logged
 _LISTENING = ExitStack()
 
 
-def heard() -> list[str]:
+def logged_lines() -> list[str]:
     """Gets every line that this process logs from now on, until somebody else listens."""
     lines: list[str] = []
     _LISTENING.close()
