@@ -117,7 +117,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
         "--disable-rewards-normalization": not given["rewards_normalization"],
         "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
         f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
-        "--num-rollout: anneal_fraction needs it; --num-epoch does not do": anneals and not args.num_rollout,
+        "--num-rollout: anneal_fraction needs it, --num-epoch is not enough": anneals and not args.num_rollout,
         "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"] != groups,
         "rollout_id: pruning needs one sample of each rollout": len({*siblings}) < len(siblings),
     }
