@@ -58,7 +58,7 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
     if resume == "auto":
         return None
     if wrong := check(Path(resume)):
-        raise UserError(f"checkpoint.resume = '{resume}': is no good checkpoint: {wrong}")
+        raise UserError(f"checkpoint.resume = '{resume}': is not a good checkpoint: {wrong}")
     return _accept(Path(resume), config, check_data, own=False)
 
 

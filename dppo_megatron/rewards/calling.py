@@ -150,7 +150,7 @@ class _TokenCount(Sequence[int]):
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        raise GradingFailed("asks for token ids; a grader is told their number only, which is len(completion_ids[i])")
+        raise GradingFailed("asks for token ids; a grader gets only their number, which is len(completion_ids[i])")
 
 
 def _call_with_columns(

@@ -124,7 +124,7 @@ class Lane:
             try:
                 messages = process.wait(deadline)
             except NoAnswers as error:
-                messages, how = None, f"it wrote something else than answers: {error}"
+                messages, how = None, f"it wrote something other than answers: {error}"
             if messages is None:
                 how = how or process.end(_EXIT_S) or "its pipe was closed"
                 return f"{pool.key}: its process died ({how}) before it was ready"
@@ -220,7 +220,7 @@ class Lane:
             for message in messages or []:
                 self._receive(message)
         except _NONSENSE as error:
-            self._lost(process, f"died (it wrote something else than answers: {error})", at=NONE)
+            self._lost(process, f"died (it wrote something other than answers: {error})", at=NONE)
             return
         if messages is None:
             how = process.end(_EXIT_S)

@@ -136,7 +136,7 @@ class GradingQueue:
         self.sends_context = True
         """Whether any of the functions needs the row or the prompt; their processes report it when they start."""
         self.mode: Mode = "each"
-        """Reported likewise."""
+        """How they grade, reported at their start too."""
         self.has_started = False
         self.seconds_each = 0.001
         """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""
@@ -220,7 +220,7 @@ class GradingQueue:
             for sample, grade in zip(samples, grades, strict=True):
                 keep(sample, grade)
                 self._failures_in_a_row = self._failures_in_a_row + 1 if grade.failure else 0
-            # only with a grade: a lane also settles none, when the samples that wait may be those of a later call
+            # only with grades: lanes report none too, and what waits then may have come after the failures
             if grades and self._waiting and 0 < self._max_failures_in_a_row <= self._failures_in_a_row:
                 why = f"was not tried after {self._failures_in_a_row} failures in a row (reward.max_failures_in_a_row)"
                 while self._waiting:

@@ -249,7 +249,7 @@ def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -
 
 
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    """Whether each item equals one on the other side; {2} does not equal 2 here, as it is no member of {2}."""
+    """Whether each item equals one on the other side. Here a set does not equal its only member: {2} is not 2."""
 
     def alike(item: Answer, one: Answer) -> bool:
         are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}

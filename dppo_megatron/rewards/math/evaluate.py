@@ -216,7 +216,7 @@ class Evaluation:
                 raise TooBig
             self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
-        if not self._arithmetic.isfinite(result):  # arctan(i), say: infinity would compare as equal to anything
+        if not self._arithmetic.isfinite(result):  # as for arctan(i): infinity would compare as equal to anything
             raise Undefined(name)
         return result if result.imag else result.real
 
@@ -291,11 +291,11 @@ class Evaluation:
             result = self._operation("+" if kind == "sum" else "*", result, self.of(body))
         self.values, self._sums_around = outside, self._sums_around - 1
         if first <= last and self._is_zero(result) and symbols(low) | symbols(high):  # \prod_{k=1}^{(n-7)^2} 0 at n = 7
-            raise TooBig("0 but for no terms, maybe")
+            raise TooBig("0, but perhaps not if it has no terms")
         return result
 
 
-@functools.cache  # else a sum of factorials would compute each of them anew
+@functools.cache  # else a sum of factorials would compute each of them from scratch
 def _factorials() -> list[int]:
     return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
 

@@ -113,7 +113,7 @@ def _found(answer: str, mark: str) -> Extraction:
 
 
 def _from_boxes(text: str) -> Extraction | None:
-    """The last box, or the row of boxes at the end; None if there is no box with content."""
+    """The last box, or the row of boxes at the end; None if there is none, or `\\boxed` is only mentioned."""
     marks = list(itertools.islice(_BOX.finditer(text), _MAX_BOXES + 1))
     if len(marks) > _MAX_BOXES:
         return Extraction((), "", f"more than {_MAX_BOXES} boxes")
@@ -182,7 +182,7 @@ def _stated(tail: str) -> Extraction | None:
         stop = sentence.start() if sentence else len(rest)
         answer, behind = rest[:stop], rest[stop:]
     if not _STATED_TAIL.fullmatch(behind):
-        return Extraction((), "", "the text goes on behind the stated answer")
+        return Extraction((), "", "the text goes on after the stated answer")
     return _found(answer.strip().strip("*"), "stated")
 
 

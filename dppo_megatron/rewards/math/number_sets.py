@@ -154,7 +154,7 @@ def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
             raise Unreadable("too many whole numbers")
         members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
     if placed is None:
-        raise Unreadable("whole numbers between ends that are no numbers")
+        raise Unreadable("whole numbers between ends that are not numbers")
     return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 

@@ -92,8 +92,8 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """An answer, or a list of words, inside \\text{...}; also capital letters whose order counts, and a measure of
-    several parts, which is no list."""
+    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts, and a
+    measure of several parts, which is not read as a list."""
     if compound := read_compound(text):
         return Value(("n", compound[0]), compound[1])
     if re.fullmatch("[A-Z]{3,}", text):

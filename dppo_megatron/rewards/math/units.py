@@ -62,8 +62,8 @@ _DOUBTFUL = (
     " hopefully if unless hope alternatively versus vs instead unproven"
 )
 DOUBTS = frozenset(_DOUBTFUL.split())
-"""Words that take back what stands beside them, or make it a condition."""
-_SAID = (
+"""Words that negate or weaken what is beside them, or make it a condition."""
+_MODIFIERS = (
     "or and than more less least most about approximately around when where minus plus times over half third"
     " divided by quarter to from up under above below between but either almost nearly roughly greater fewer it bound"
     " without mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer"
@@ -73,7 +73,7 @@ _SAID = (
 )
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
-_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
+_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_MODIFIERS.split())
 _NUMBERS = NUMBER_WORDS.union(["lakh", "crore", "score", "gross", "myriad"], _PREFIXES.split()[1::3])
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
