@@ -113,7 +113,7 @@ def _drops_out(model: Any) -> bool:
 
 
 def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A row [P] of each distinct prompt, and each row's prompt [B]. Masks count, as prompts may contain padding tokens."""
+    """A row [P] of each distinct prompt, and each row's prompt [B]. By mask too: padding may be a token of prompts."""
     prompts, own = torch.unique(torch.cat([ids, mask], 1).cpu(), dim=0, return_inverse=True)  # MPS has no kernel for it
     first = own.new_empty(len(prompts)).scatter_(0, own, torch.arange(len(own)))
     return first.to(ids.device), own.to(ids.device)
