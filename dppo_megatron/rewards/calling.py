@@ -89,7 +89,7 @@ def calling_of(function: Callable[..., Any]) -> Calling:
         values: Callable[[Any], dict[str, Any]] = _verl_lists if takes_lists else _verl
         blank = Sample("", "", {})
         if unknown := needed - values([blank] if takes_lists else blank).keys():
-            raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not to be had here: {_TAKES}")
+            raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not available here: {_TAKES}")
         return Calling(lambda samples: function(**chosen(values(samples))), takes_lists, is_async, True)
     return _native(function, signature, [name for name in _CONTEXT if name in named], is_async)
 

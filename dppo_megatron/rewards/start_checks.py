@@ -109,7 +109,7 @@ def check_references(
     more = f"\n  and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
     raise UserError(
         f"{grader.key}: {line}, fewer than {key}.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
-        f" the others could be rewarded: choose a grader that can read them, or mend the rows. A grader that is not"
+        f" the others could be rewarded: choose a grader that can read them, or correct the rows. A grader that is not"
         f" about references (a length, a format) needs {key}.min_self_consistency=0.{''.join(rows)}{more}"
     )
 
