@@ -90,7 +90,7 @@ class Run:
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
-            undo.callback(lambda: self._files.take_back() if self._files else None)
+            undo.callback(lambda: self._files.undo_start() if self._files else None)
             references = from_rank_zero(job.check_references)  # a judge may take longer than the rendezvous does
             with as_user_error(self._directory):
                 changes = self._take_up(job)

@@ -259,7 +259,7 @@ def test_what_is_staged_for_a_forked_writer_is_its_own() -> None:
 
 
 def _newest_good(model: Path, root: Path) -> tuple[str, list[str]]:
-    newest, passed_over = _store(root, model).look()
+    newest, passed_over = _store(root, model).find_newest()
     return (newest.name if newest else ""), [f"{path.name}: {why}" for path, why in passed_over]
 
 

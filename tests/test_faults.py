@@ -511,9 +511,9 @@ def test_the_watchdog_is_silent_about_the_living(monkeypatch: pytest.MonkeyPatch
         nonlocal now
         now += 1
         for dog in living:
-            dog._show(int(now))
+            dog._beat(int(now))
         for dog in living:
-            dog._look()
+            dog._check_ranks()
 
     for _ in range(100):
         a_second_of(dogs)

@@ -484,11 +484,11 @@ def test_a_start_that_fails_leaves_nothing_that_binds_the_next(tmp_path: Path) -
     directory = RunDirectory(path)
     directory.open_record(Config(), {"format": "x"}, None, {})
     assert (path / "config.yaml").exists()
-    directory.take_back()
+    directory.undo_start()
     assert not path.exists()
     first = RunDirectory(path)
     first.open_record(Config(), {"format": "x"}, None, {})
     first.close()
     before = sorted(file.name for file in path.iterdir())
-    RunDirectory(path).take_back()
+    RunDirectory(path).undo_start()
     assert sorted(file.name for file in path.iterdir()) == before

@@ -71,7 +71,7 @@ class Saver:
         return "saved"
 
     def newest(self) -> str:
-        newest, passed_over = self._store.look()
+        newest, passed_over = self._store.find_newest()
         assert not passed_over, passed_over
         return newest.name if newest else ""
 

@@ -273,7 +273,7 @@ def test_a_text_that_is_no_unicode_is_one_failure(tmp_path: Path, monkeypatch: p
     trackers.step(StepLine(0, 0.0, {"eval/caf\udce9/pass@1": 1.0}, [], []))
     trackers.step(_line(1))
     trackers.close(finished=True)
-    assert trackers.failures == 1 and len(said) == 1 and "no Unicode" in said[0]
+    assert trackers.failures == 1 and len(said) == 1 and "not valid Unicode" in said[0]
 
 
 def test_a_tool_whose_process_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""The selection inside trainers that people have, a module each (docs/adapters.md); nothing of theirs is patched."""
+"""The selection inside other trainers, one module each (docs/adapters.md). Their code is not patched."""

@@ -1,8 +1,8 @@
-"""Completions dropped in NeMo-RL: `policy = PrunedPolicy(policy, ...)` between its `setup` and its `grpo_train`, in a
-launch script of your own (docs/adapters.md). Its trainer, loss and workers stay as they are.
+"""Drops completions in NeMo-RL: `policy = PrunedPolicy(policy, ...)` between its `setup` and its `grpo_train`, in a
+launch script of your own (docs/adapters.md). Its trainer, loss and workers are unchanged.
 
-NeMo-RL divides by the tokens, or the sequences, that it is given; all of them are known when `train` is called, so
-the weights can carry the difference. Prompts cannot be skipped: its loop asks for `num_prompts_per_step` of them.
+NeMo-RL divides by the tokens, or the sequences, that `train` gets. The full batch's are known when `train` is called,
+so the weights correct the divisor. Prompts cannot be skipped: its loop needs `num_prompts_per_step` of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dppo_megatron.types import UserError
 
 
 class PrunedPolicy:
-    """A NeMo-RL policy whose `train` drops completions first; all else is the policy's own.
+    """A NeMo-RL policy whose `train` first drops completions; everything else is passed on to the policy.
 
     Args:
         prompts_per_step: `grpo.num_prompts_per_step`.
-        group_size: `grpo.num_generations_per_prompt`; the rows of a prompt are neighbours.
+        group_size: `grpo.num_generations_per_prompt`; the rows of a prompt must be adjacent.
         total_steps: of the run.
         first_step: steps done before a resume, `grpo_save_state.total_steps`.
         completion: the settings of `pruning.completion`; None: its defaults.
@@ -51,7 +51,7 @@ class PrunedPolicy:
             group_size=group_size,
             total_steps=total_steps,
             seed=seed,
-            divides_by_length=True,  # as far as is known before `train` is given the loss
+            divides_by_length=True,  # set in `train`, where the loss is known
             row_multiple=policy.data_parallel_size * policy.cfg["train_micro_batch_size"],
         )
         self.ledger: tuple[LedgerRow, ...] = ()  # of the last step
@@ -60,17 +60,17 @@ class PrunedPolicy:
         return getattr(self._policy, name)
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **others: Any) -> dict[str, Any]:
-        """As the policy's, on the rows that are kept; `all_mb_metrics` gets `prune/*` and `ledger/*`."""
+        """The policy's `train` on the kept rows; `prune/*` and `ledger/*` are added to its `all_mb_metrics`."""
         if eval_mode:
             return dict(self._policy.train(data, loss_fn, eval_mode=True, **others))
-        if found := nemo_rl_refusals(loss_fn, self._policy, len(data["sample_mask"]), self._pruner.num_nominal):
-            raise UserError("settings of NeMo-RL with which pruning would be biased: " + "; ".join(found))
+        if refusals := nemo_rl_refusals(loss_fn, self._policy, len(data["sample_mask"]), self._pruner.num_nominal):
+            raise UserError("settings of NeMo-RL with which pruning would be biased: " + "; ".join(refusals))
         by_token = loss_fn.loss_type.name == "TOKEN_LEVEL"
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
         pruner = self._pruner
         pruner.divides_by_length = not by_token
         own, tokens = data["advantages"][:, 1:] * mask, mask.sum(1)
-        # those of a row may differ by token, and their sum be 0 though none is
+        # one advantage per row: the root mean square of its tokens', which may differ and may even add up to 0
         size = (own.square().sum(1) / tokens.clamp(min=1)).sqrt() * own.sum(1).sign().where(own.sum(1) != 0, 1.0)
         free = torch.expm1(data["generation_logprobs"][:, 1:].clamp(max=0)) * mask
         outcomes = torch.stack([tokens, free.square().sum(1).sqrt(), size]).double().numpy()
@@ -78,12 +78,12 @@ class PrunedPolicy:
         prompts = np.arange(pruner.num_prompts)
         chosen = pruner.choose(prompts, self._step)
         kept = pruner.finish(prompts, chosen, advantages, lengths, norm, advantages, self._step)
-        at = torch.from_numpy(kept.rows)
-        share = tokens if by_token else data["sample_mask"]  # of the divisor, which is that of the rows given
-        weight = kept.weight * float(share[at].sum() / share.sum().clamp(min=1))
-        less = data.select_indices(at)
-        less["advantages"] = less["advantages"] * torch.from_numpy(weight).to(less["advantages"])[:, None]
-        found = self._policy.train(less, loss_fn, **others | {"gbs": len(at)})
+        rows = torch.from_numpy(kept.rows)
+        share = tokens if by_token else data["sample_mask"]  # each row's part of the divisor
+        weight = kept.weight * float(share[rows].sum() / share.sum().clamp(min=1))
+        rest = data.select_indices(rows)
+        rest["advantages"] = rest["advantages"] * torch.from_numpy(weight).to(rest["advantages"])[:, None]
+        results = self._policy.train(rest, loss_fn, **others | {"gbs": len(rows)})
         self._step, self.ledger = self._step + 1, kept.ledger
-        found["all_mb_metrics"] |= {name: [value] for name, value in kept.metrics.items()}
-        return dict(found)
+        results["all_mb_metrics"] |= {name: [value] for name, value in kept.metrics.items()}
+        return dict(results)

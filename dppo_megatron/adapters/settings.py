@@ -1,4 +1,4 @@
-"""The settings of other trainers under which dropping would change the expected gradient: refused, each by its name.
+"""Finds settings of other trainers under which dropping would change the expected gradient, to refuse them by name.
 
 A weight in the advantage is exact for losses with loss(W A) = W loss(A) for W >= 0 whose divisor is known before
 anything is dropped (docs/adapters.md). No trainer is imported here.
@@ -13,26 +13,26 @@ from typing import Any
 from dppo_megatron.config.pruning import PruningConfig, check_choice
 
 
-def pruning_from(given: Mapping[str, Any], where: str, section: Any = None) -> Any:
-    """Both levels from another trainer's settings, `{"prompt": {"rate": 0.3}}`. UserError: a name that is not there."""
-    made = section or PruningConfig()
-    for name, value in given.items():
-        check_choice(where, name, [item.name for item in fields(made)])
-        inside = getattr(made, name)
-        setattr(made, name, pruning_from(value, f"{where}.{name}", inside) if is_dataclass(inside) else value)
-    return made
+def pruning_from(values: Mapping[str, Any], where: str, section: Any = None) -> Any:
+    """Both levels from another trainer's settings, such as `{"prompt": {"rate": 0.3}}`. UserError: an unknown name."""
+    config = section or PruningConfig()
+    for name, value in values.items():
+        check_choice(where, name, [item.name for item in fields(config)])
+        inside = getattr(config, name)
+        setattr(config, name, pruning_from(value, f"{where}.{name}", inside) if is_dataclass(inside) else value)
+    return config
 
 
 TRL_DIVISORS = {"grpo": "rows, lengths", "sapo": "rows, lengths", "dr_grpo": "rows", "luspo": "rows"} | dict.fromkeys(
     ("dapo", "cispo", "vespo"), "tokens"
 )
-"""What each loss divides by. Not here: bnpo, which divides by the tokens that happen to share a micro-batch."""
+"""What each loss divides by. bnpo is missing, since it divides by the tokens that happen to share a micro-batch."""
 
 
 def trl_refusals(trainer: Any, pruning: PruningConfig) -> list[str]:
-    """The settings of a trainer under which dropping would change the expected gradient; empty: none."""
+    """A line for each setting under which dropping would change the expected gradient."""
     args, skips = trainer.args, pruning.prompt.method != "none"
-    of_batch = "a figure of the batch, which would be that of the prompts left; pruning.prompt.method=none keeps it"
+    of_batch = "a statistic of the batch, which would lack skipped prompts; pruning.prompt.method=none keeps it whole"
     batch_mean = trainer.multi_objective_aggregation == "normalize_then_sum"
     columns, by_tokens = trainer.train_dataset.column_names, TRL_DIVISORS.get(trainer.loss_type) == "tokens"
     wrong = {
@@ -49,22 +49,22 @@ def trl_refusals(trainer: Any, pruning: PruningConfig) -> list[str]:
         != args.gradient_accumulation_steps,
         f"scale_rewards=batch: {of_batch}": skips and trainer.scale_rewards == "batch",
         f"multi_objective_aggregation=normalize_then_sum: {of_batch}": skips and batch_mean,
-        "remove_unused_columns=True: it would remove the rows' numbers": args.remove_unused_columns,
+        "remove_unused_columns=True: it would remove the column of row numbers": args.remove_unused_columns,
         "train_dataset: prompts with images, whose rows cannot be dropped": {"image", "images"} & {*columns},
     }
     return [why for why, is_so in wrong.items() if is_so]
 
 
 VERL_LOSSES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl")
-"""loss(W A) = W loss(A), divided by the batch's own numbers. Not here: clip_cov and kl_cov, which choose tokens by the
-batch; geo_mean, which divides by the rows of a micro-batch; dro, whose penalty knows no advantage."""
+"""Losses with loss(W A) = W loss(A), divided by numbers of the whole batch. Missing: clip_cov and kl_cov, which choose
+tokens by the batch; geo_mean, which divides by the rows of a micro-batch; dro, whose penalty has no advantage."""
 VERL_BY_SEQUENCE = ("gspo", "sapo")
-"""Means over sequences whatever `loss_agg_mode` says: sapo in verl 0.9, gspo in 0.9.0."""
+"""These ignore `loss_agg_mode` and take means over sequences: sapo in verl 0.9, gspo in 0.9.0."""
 VERL_MODES = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-mean", "token-sum")
 
 
 def verl_refusals(config: Any) -> list[str]:
-    """The settings under which dropping would change the expected gradient; empty: none."""
+    """A line for each setting under which dropping would change the expected gradient."""
     actor, algorithm, size = config.actor_rollout_ref.actor, config.algorithm, config.data.train_batch_size
     loss, mode = actor.policy_loss.get("loss_mode", "vanilla"), actor.loss_agg_mode
     correction, sampler = algorithm.get("rollout_correction") or {}, config.trainer.v1.get("sampler") or {}
@@ -86,7 +86,7 @@ def verl_refusals(config: Any) -> list[str]:
         "actor.ppo_epochs: a draw used again after an update is biased": actor.ppo_epochs != 1,
         "actor.ppo_mini_batch_size: must be data.train_batch_size": actor.ppo_mini_batch_size != size,
         "algorithm.filter_groups: drops groups by their rewards": (algorithm.get("filter_groups") or {}).get("enable"),
-        "algorithm.rollout_correction.bypass_mode: its losses were not looked at": correction.get("bypass_mode"),
+        "algorithm.rollout_correction.bypass_mode: its losses are not supported": correction.get("bypass_mode"),
         "algorithm.rollout_correction.rollout_is_batch_normalize: a mean of the rows left": batch_normalize,
         "algorithm.rollout_correction.rollout_rs: token-mean would divide by what it rejects of the rows left": rejects,
         "trainer.v1.sampler.sync_refill_failed_groups: refills are other prompts": refills,
@@ -99,7 +99,7 @@ def verl_refusals(config: Any) -> list[str]:
 
 
 def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
-    """Of slime's arguments and the samples of a step; empty: none. An argument that is not there is not set."""
+    """As `trl_refusals`, for slime's arguments and the samples of a step. A missing argument counts as not set."""
     known, rollouts = ("grpo", "gspo", "cispo"), len(samples)
     siblings = [sample.rollout_id for sample in samples if getattr(sample, "rollout_id", None) is not None]
     estimator, size, groups = args.advantage_estimator, args.global_batch_size, args.rollout_batch_size
@@ -117,7 +117,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
         "--disable-rewards-normalization": not given["rewards_normalization"],
         "--rollout-top-p: the tokens that it replays would not fit": given["rollout_top_p"] != 1,
         f"--global-batch-size {size}: must be the {rollouts} samples of a step, one update": size != rollouts,
-        "--num-rollout: anneal_fraction needs it, a number of epochs is none": anneals and not args.num_rollout,
+        "--num-rollout: anneal_fraction needs it, --num-epoch is not enough": anneals and not args.num_rollout,
         "--over-sampling-batch-size: steps are counted by groups": given["over_sampling_batch_size"] != groups,
         "rollout_id: pruning needs one sample of each rollout": len({*siblings}) < len(siblings),
     }
@@ -126,7 +126,7 @@ def slime_refusals(args: Any, samples: Sequence[Any]) -> list[str]:
 
 
 def nemo_rl_refusals(loss: Any, policy: Any, rows: int, nominal: int) -> list[str]:
-    """Of a NeMo-RL loss function and policy, with so many rows in its batch; empty: none."""
+    """As `trl_refusals`, for NeMo-RL's loss function and policy; `rows` in the batch, `nominal` in a whole step."""
     config, terms = policy.cfg, ("reference_policy_kl_penalty", "positive_example_nll_weight")
     megatron, sizes = config.get("megatron_cfg") or {}, {rows, config["train_global_batch_size"]}
     enabled, router = megatron.get("enabled"), megatron.get("moe_router_load_balancing_type", "none")

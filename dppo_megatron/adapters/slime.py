@@ -1,8 +1,8 @@
-"""Completions dropped in slime, through its own hook: `--custom-reward-post-process-path
+"""Drops completions in slime, through its own hook: `--custom-reward-post-process-path
 dppo_megatron.adapters.slime.post_process_rewards` (docs/adapters.md).
 
-slime divides by the rollouts of a step, so none may go missing: a dropped one stays with one masked token, which costs
-next to nothing. Prompts cannot be skipped: slime waits for `rollout_batch_size` groups.
+slime divides by the rollouts of a step, so their number must stay the same: a dropped one is truncated to one masked
+token, which costs next to nothing. Prompts cannot be skipped: slime waits for `rollout_batch_size` groups.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dppo_megatron.types import UserError
 
 
 def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards, and weighted advantages that slime broadcasts over tokens; dropped samples are cut to a token.
+    """Raw rewards, and weighted advantages that slime broadcasts over tokens. Truncates dropped samples to one token.
 
-    Settings come from `args.dppo_completion` (slime's `--custom-config-path`), a dict of `pruning.completion`.
-    The step is the first group's number: slime counts groups through the run.
+    Settings are read from `args.dppo_completion` (slime's `--custom-config-path`), a dict of `pruning.completion`.
+    The step is computed from the first group's number: slime numbers the groups of the whole run.
 
     Raises:
         UserError: an estimator or a term of the loss that this would bias; a policy of your own that learns.
     """
-    if found := slime_refusals(args, samples):
-        raise UserError("settings of slime with which pruning would be biased: " + "; ".join(found))
+    if refusals := slime_refusals(args, samples):
+        raise UserError("settings of slime with which pruning would be biased: " + "; ".join(refusals))
     shape = args.rollout_batch_size, args.n_samples_per_prompt
     raw = [float(sample.get_reward_value(args)) for sample in samples]
     rewards = np.array(raw).reshape(shape)
@@ -43,7 +43,7 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
         raise UserError(f"dppo_completion: {pruning.completion.method} learns, and slime's hook cannot keep that")
     sizes = {"num_prompts": shape[0], "prompts_per_step": shape[0], "group_size": shape[1]}
     step = int(samples[0].group_index) // shape[0]
-    # of --num-epoch slime's driver makes a number that its rollouts do not get; nothing is annealed then
+    # with --num-epoch, slime's driver computes a number of steps but does not pass it on; nothing is annealed then
     total = args.num_rollout or step + 1
     pruner = StepPruner(pruning, **sizes, total_steps=total, seed=args.seed, divides_by_length=True)
     lengths = np.array([sample.response_length for sample in samples]).reshape(shape)
@@ -60,8 +60,8 @@ def post_process_rewards(args: Any, samples: list[Any]) -> tuple[list[float], li
         sample = samples[row]
         sample.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + 1]
         sample.response_length, sample.loss_mask, sample.remove_sample = 1, [0], True
-        left = {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": len(sample.tokens) - 1}
-        for name, length in left.items():
+        per_token = {"rollout_log_probs": 1, "teacher_log_probs": 1, "rollout_routed_experts": len(sample.tokens) - 1}
+        for name, length in per_token.items():
             if getattr(sample, name, None) is not None:
                 setattr(sample, name, getattr(sample, name)[:length])
     return raw, (weight * advantages.ravel()).tolist()

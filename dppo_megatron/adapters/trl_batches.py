@@ -1,7 +1,7 @@
-"""What TRL's batches are made of: completions that do not wait for the longest, and a step's rows from short to long.
+"""Shorter batches for TRL: generation drops rows that have ended, and micro-batches hold rows of similar length.
 
-transformers' `generate` reads a prompt once for each of its completions, and goes on with all rows until the longest
-has ended: of the quickstart's 54 tokens the mean row needs 19. Here a prompt is read once, and rows leave at their end.
+transformers' `generate` prefills a prompt once for each of its completions, and decodes all rows until the longest has
+ended: of the quickstart's 54 tokens the mean row needs 19. Here each prompt is prefilled once, and ended rows leave.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _Trainer: Any = object  # what the mixin is mixed into
 _OF_ROWS = {"attention_mask", "position_ids"}
 _KNOWN = _OF_ROWS | {"past_key_values", "use_cache", "logits_to_keep"}
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Not their subclasses, which hold more than keys and values."""
+"""Subclasses are not supported: they hold more than keys and values."""
 _PROCESSORS = {f"{name}LogitsWarper" for name in ("Temperature", "TopK", "TopP", "MinP")} | {
     "RepetitionPenaltyLogitsProcessor"
 }
-"""Those that know nothing of a row but its tokens."""
+"""Processors that depend only on a row's own tokens."""
 _FULL = 7 / 8
-"""Rows leave when fewer than this share still run: the cache is copied each time."""
+"""Ended rows leave the batch when fewer than this share still run, since the cache is copied each time."""
 
 
 class CompactGeneration(_Trainer):  # type: ignore[misc]
-    """For a subclass of `trl.GRPOTrainer`. Tokens have the distribution that `generate` gives them."""
+    """For a subclass of `trl.GRPOTrainer`. The tokens' distribution is that of `generate`."""
 
     compact_generation = True
-    """False: transformers' own loop."""
+    """False: use transformers' own loop."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         generate, parts = super()._generate_single_turn, self.model.modules()
         model: Any = next((one for one in parts if isinstance(one, GenerationMixin)), None)  # PEFT and compile wrap it
-        # ranks that hold parts of a layer must make equally many passes
+        # ranks that hold shards of a layer must make the same number of passes
         is_sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         if is_sharded or self.args.generation_kwargs or not (self.compact_generation and _samples_plainly(model)):
             return generate(*args, **kwargs)
@@ -50,7 +50,7 @@ class CompactGeneration(_Trainer):  # type: ignore[misc]
 
 
 def _samples_plainly(model: Any) -> bool:
-    """transformers' own sampling loop would run, on one device."""
+    """Whether `generate` would run transformers' own sampling loop, on one device."""
     own, devices = ("generate", "_sample"), getattr(model, "hf_device_map", None) or {}
     is_own = all(getattr(type(model), name, None) is getattr(GenerationMixin, name) for name in own)
     if not is_own or "generate" in vars(model) or len({*devices.values()}) > 1:
@@ -66,10 +66,10 @@ def sample_compactly(
     generation_config: Any,
     **inputs: Any,
 ) -> Tensor:
-    """For `generate(custom_generate=...)`: its sampling loop, [B, prompt] to [B, prompt + completion].
+    """A sampling loop for `generate(custom_generate=...)`: [B, prompt] to [B, prompt + completion].
 
-    It is transformers' own where rows cannot leave: other caches, logits processors that count rows, soft prompts,
-    positions of several kinds, models that prepare their inputs themselves, transformers before 5.3.
+    It falls back to transformers' own where rows cannot be removed: other caches, logits processors that count rows,
+    soft prompts, several kinds of positions, models that prepare their inputs themselves, transformers before 5.3.
     """
     cache: Any = inputs.get("past_key_values")
     is_dynamic = type(cache) is DynamicCache and all(type(layer) in _LAYERS for layer in cache.layers)
@@ -87,7 +87,7 @@ def sample_compactly(
     inputs = _selected(model._update_model_kwargs_for_generation(outputs, inputs), prompt_of)
     logits, ids, running = outputs.logits[:, -1:][prompt_of], input_ids, torch.ones_like(rows, dtype=torch.bool)
     while True:
-        del outputs  # a prompt's logits, where a model gives all of them
+        del outputs  # frees the logits of all prompt tokens, which some models return
         scores = logits_processor(ids, logits[:, -1].float())
         sampled = scores.softmax(-1).multinomial(1)[:, 0] if generation_config.do_sample else scores.argmax(-1)
         ids = torch.cat([ids, torch.where(running, sampled, pad)[:, None]], 1)
@@ -100,40 +100,40 @@ def sample_compactly(
             kept = running.nonzero()[:, 0]
             rows, ids, running, inputs = rows[kept], ids[kept], running[kept], _selected(inputs, kept)
         with model._optimize_model_for_decode():
-            asked = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
-            outputs = model(**asked, return_dict=True)
+            prepared = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **inputs)
+            outputs = model(**prepared, return_dict=True)
         inputs, logits = model._update_model_kwargs_for_generation(outputs, inputs), outputs.logits
 
 
 def _drops_out(model: Any) -> bool:
-    """Passes differ by chance: TRL generates in training mode, and completions must not share one of their prompt."""
+    """Whether passes differ by dropout (TRL generates in training mode). Completions must then not share a prefill."""
     rates = [value for name, value in model.config.to_dict().items() if "dropout" in name or "pdrop" in name]
     rates += [part.p for part in model.modules() if isinstance(part, nn.Dropout)]
     return bool(model.training) and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [P] that are all different, and which of them [B] each row is. Padding may be a token that prompts have."""
-    found, own = torch.unique(torch.cat([ids, mask], 1).cpu(), dim=0, return_inverse=True)  # MPS has no kernel for it
-    first = own.new_empty(len(found)).scatter_(0, own, torch.arange(len(own)))
+    """A row [P] of each distinct prompt, and each row's prompt [B]. By mask too: padding may be a token of prompts."""
+    prompts, own = torch.unique(torch.cat([ids, mask], 1).cpu(), dim=0, return_inverse=True)  # MPS has no kernel for it
+    first = own.new_empty(len(prompts)).scatter_(0, own, torch.arange(len(own)))
     return first.to(ids.device), own.to(ids.device)
 
 
 def _selected(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """Of the cache too, which is changed."""
+    """`inputs` for `rows` only. The cache is changed in place."""
     inputs["past_key_values"].batch_select_indices(rows)
     return inputs | {name: inputs[name][rows] for name in _OF_ROWS}
 
 
 def by_length(batches: list[dict[str, Any]], multiple: int) -> list[dict[str, Any]]:
-    """Rows of an optimizer step from short to long, each micro-batch padded to its own longest, up to a multiple."""
+    """A step's rows sorted by length, each micro-batch cut to its longest row, rounded up to `multiple`."""
     rows = {name: value for name, value in batches[0].items() if isinstance(value, Tensor) and value.dim()}
     rows = {name: torch.cat([batch[name] for batch in batches]) for name in rows}
-    mask, found = rows["completion_mask"], []
-    for places in mask.sum(1).argsort(stable=True).chunk(len(batches)):
-        longest = int(mask[places].any(0).sum().clamp(min=1))
+    mask, sorted_batches = rows["completion_mask"], []
+    for index in mask.sum(1).argsort(stable=True).chunk(len(batches)):
+        longest = int(mask[index].any(0).sum().clamp(min=1))
         width = -(-longest // multiple) * multiple
         by_token = {name for name, value in rows.items() if value.dim() > 1 and "prompt" not in name}
-        short = {name: value[places, :width] if name in by_token else value[places] for name, value in rows.items()}
-        found.append(batches[0] | short)
-    return found
+        short = {name: value[index, :width] if name in by_token else value[index] for name, value in rows.items()}
+        sorted_batches.append(batches[0] | short)
+    return sorted_batches

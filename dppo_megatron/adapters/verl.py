@@ -1,8 +1,8 @@
 """Pruning inside verl's synchronous trainer (0.9), registered as `trainer.v1.trainer_mode=dppo`; its losses are verl's.
 
 Prompts are dropped between the dataloader and the rollout, completions between the rewards and `old_log_prob`. A
-completion's weight rides in its advantage; verl pads the batch back to its nominal size, so means over sequences keep
-their divisor (docs/adapters.md).
+completion's advantage is multiplied by its weight. verl pads the batch back to its nominal size, so means over
+sequences keep their divisor (docs/adapters.md).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
     """verl's synchronous trainer; settings of both levels under `+pruning.prompt.*` and `+pruning.completion.*`.
 
     Raises:
-        UserError: settings under which the expected gradient would change, all of them named.
+        UserError: settings under which the expected gradient would change; all of them are named.
     """
 
     def __init__(self, config: Any) -> None:
-        if found := verl_refusals(config):
-            raise UserError("settings of verl with which pruning would be biased: " + "; ".join(found))
-        config.trainer.v1.trainer_mode = "sync"  # what the rest of verl knows; this class has been found by its name
+        if refusals := verl_refusals(config):
+            raise UserError("settings of verl with which pruning would be biased: " + "; ".join(refusals))
+        config.trainer.v1.trainer_mode = "sync"  # "dppo" has served to select this class; the rest of verl knows "sync"
         self.pruning = pruning_from(config.get("pruning") or {}, "pruning")
         super().__init__(config)
 
@@ -73,9 +73,9 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         return super()._balance_batch(self._drop(batch, metrics), metrics, *args, **kwargs)
 
     def _drop(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """The completions to train on, at least one; their weighted advantages wait for `_compute_advantage`."""
+        """The completions to train on, at least one. `_compute_advantage` writes their weighted advantages."""
         count, size = int(self.chosen.kept.sum()), self.config.actor_rollout_ref.rollout.n
-        keys = {key.rpartition("_")[0]: key for key in batch.keys}  # each is uid_session_output
+        keys = {key.rpartition("_")[0]: key for key in batch.keys}  # a key is uid_session_output
         wanted = [f"{uid}_{session}" for uid in self.uids for session in range(size)]
         if len(batch) != len(wanted) or keys.keys() != {*wanted}:
             raise RunAborted(f"rollout: {len(batch)} completions; pruning needs {size} of each of {count} prompts")
@@ -83,34 +83,34 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         outcomes = self._outcomes(batch)
         rewards, lengths, norm, advantages = outcomes[:, : count * size].reshape(4, count, size)
         kept = self.pruner.finish(self.nominal, self.chosen, rewards, lengths, norm, advantages, self.global_steps - 1)
-        # a stand-in for nothing is one with tokens, by which verl may divide
+        # If none is kept, the longest completion stands in with weight 0, since verl may divide by the tokens.
         rows = kept.rows if kept.weight.any() else outcomes[1].argmax(keepdims=True)
-        weight = kept.weight * np.where(kept.weight > 0, outcomes[3, rows], 0.0)  # a stand-in's may be NaN
+        weight = kept.weight * np.where(kept.weight > 0, outcomes[3, rows], 0.0)  # its advantage may be NaN
         if self.mode == "token-mean":  # verl divides by the tokens that are left
             weight = weight * outcomes[1, rows].sum() / kept.tokens
         metrics |= kept.metrics | {"rolled_out/score": rewards.mean(), "rolled_out/response_length": lengths.mean()}
-        stay = [batch.keys[row] for row in rows]
-        self.coefficients = dict(zip(stay, weight.tolist(), strict=True))
-        if gone := [key for key in batch.keys if key not in self.coefficients]:
-            tq.kv_clear(keys=gone, partition_id=batch.partition_id)
-        return batch.select_keys(stay)
+        kept_keys = [batch.keys[row] for row in rows]
+        self.coefficients = dict(zip(kept_keys, weight.tolist(), strict=True))
+        if dropped := [key for key in batch.keys if key not in self.coefficients]:
+            tq.kv_clear(keys=dropped, partition_id=batch.partition_id)
+        return batch.select_keys(kept_keys)
 
     def _outcomes(self, batch: Any) -> FloatArray:
-        """[4, rows] rewards, lengths, norms and advantages of verl's own estimator, of whole groups."""
+        """[4, rows] rewards, lengths, norms and advantages, which verl's own estimator computes over whole groups."""
         fields = ["uid", "response_mask", "rm_scores", "rollout_log_probs"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         uid = np.array(list(tensordict_utils.get(data, "uid")), dtype=object)
         padded = data.exclude("uid").to_padded_tensor()
         mask, scores = padded["response_mask"].double(), padded["rm_scores"]
         by_std = self.config.algorithm.get("norm_adv_by_std_in_grpo", True)
-        has_tokens = mask.amax(1, keepdim=True)  # in place of the mask: an advantage a row, and not a token
-        advantages, _ = compute_grpo_outcome_advantage(scores, has_tokens, uid, norm_adv_by_std_in_grpo=by_std)
+        row_mask = mask.amax(1, keepdim=True)  # in place of the token mask: one advantage per row
+        advantages, _ = compute_grpo_outcome_advantage(scores, row_mask, uid, norm_adv_by_std_in_grpo=by_std)
         free = torch.expm1(padded["rollout_log_probs"]) * mask if "rollout_log_probs" in padded else mask
         columns = scores.sum(1), mask.sum(1), free.square().sum(1).sqrt(), advantages[:, 0]
         return np.asarray(torch.stack([column.double() for column in columns]))
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._compute_advantage(batch, metrics)  # corrections too; its advantages are of what is left
+        batch = super()._compute_advantage(batch, metrics)  # for its corrections; its advantages lack dropped rows
         where = {"keys": batch.keys, "partition_id": batch.partition_id}
         mask = tq.kv_batch_get(**where, select_fields=["response_mask"])["response_mask"]
         known = torch.tensor([self.coefficients.get(key, 0.0) for key in batch.keys], dtype=torch.float32)
@@ -118,14 +118,14 @@ class PrunedPPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         return tq.kv_batch_put(**where, fields=TensorDict({"advantages": nested}, batch_size=len(batch)))
 
     def _save_checkpoint(self) -> None:
-        save_state(self.pruner, self._folder())  # before verl says that the checkpoint is complete
+        save_state(self.pruner, self._folder())  # before verl marks the checkpoint as complete
         super()._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
         if self.global_steps:
-            at = self.config.trainer.resume_from_path if self.config.trainer.resume_mode == "resume_path" else None
-            self.pruner.load_state_dict(load_state(Path(at) if at else self._folder()))
+            path = self.config.trainer.resume_from_path if self.config.trainer.resume_mode == "resume_path" else None
+            self.pruner.load_state_dict(load_state(Path(path) if path else self._folder()))
 
     def _folder(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"

@@ -1,11 +1,11 @@
-"""The directories under checkpoints/, and in each the manifest: its files with sizes and SHA-256 sums.
+"""The directories under checkpoints/, and the manifest in each, which lists its files with sizes and SHA-256 sums.
 
-The manifest is written last, so it marks completeness, and has its own checksum: it holds run and step, and a flipped
-digit there would make a run resume at the wrong step. Ranks hash the files that they wrote and share the work of
-verifying, so neither waits for one rank to read a whole checkpoint.
+The manifest is written last, so a directory with one is complete. It has a checksum of itself, since a flipped digit of
+its step would make a run resume at the wrong step. Each rank hashes the files that it wrote, and the ranks share the
+work of verifying, so that a whole checkpoint is never read by a single rank.
 
-Of the rest nothing is collective; rank 0 does it. Only a checkpoint that this run wrote and that newer good ones
-replace is ever deleted. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
+Only `faults` is collective; rank 0 calls the rest. A checkpoint is deleted only if this run wrote it and newer good
+ones replace it. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ def step_name(step: int) -> str:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write it with a checksum of itself. Last of all: its files must be complete."""
+    """Write the manifest with a checksum of itself. All other files must be complete."""
     raw = {"format": _FORMAT} | asdict(manifest)
     text = json.dumps(raw | {"sha256": _own_sum(raw)}, indent=1)
     (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_manifest(directory: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or what is wrong with it; the files listed in it are not checked."""
+    """The manifest of a checkpoint, or what is wrong with the manifest; the files that it lists are not checked."""
     path = directory / FILE
     try:
         if path.exists() and not path.is_file():  # on a pipe, reading would block
             return f"its {FILE} is not a file"
         raw = json.loads(path.read_text(encoding="utf-8"))
-        form, own_sum = raw.pop("format"), raw.pop("sha256", None)
-        if form != _FORMAT:
+        found_format, own_sum = raw.pop("format"), raw.pop("sha256", None)
+        if found_format != _FORMAT:
             return f"its {FILE} has another format"
-        if own_sum != _own_sum({"format": form} | raw):
+        if own_sum != _own_sum({"format": found_format} | raw):
             return f"its {FILE} has another checksum than when it was written"
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
         return Manifest(**raw)
@@ -87,7 +87,7 @@ def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 
 
 def faults(directory: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, a line for each; the same on every rank. Collective."""
+    """What is wrong with the files of a checkpoint, a line for each fault; the same on every rank. Collective."""
     mine = share(sorted(manifest.files.items()))
     return gather_all([fault for name, entry in mine if (fault := _fault(directory / name, *entry))])
 
@@ -113,7 +113,7 @@ def _sha256(path: Path) -> str:
 
 
 def named(root: Path) -> list[tuple[int, Path]]:
-    """Everything under `root` with a checkpoint's name, by step; its contents have not been checked.
+    """Everything under `root` with a checkpoint's name, as (step, path), sorted by step. Contents are not checked.
 
     A symbolic link counts: people move old checkpoints to another disk and link to them.
     """
@@ -124,9 +124,9 @@ def named(root: Path) -> list[tuple[int, Path]]:
 
 
 def read_own(path: Path, run: str) -> Manifest | str:
-    """The manifest of a checkpoint of `run`, or the reason why it is none; the files listed in it are not checked."""
+    """The manifest of a checkpoint of `run`, or why `path` is not one; the files that it lists are not checked."""
     if not path.exists():
-        return "it is a link to something that is not there"
+        return "it is a link whose target does not exist"
     if not path.is_dir():
         return "it is not a directory"
     manifest = read_manifest(path)
@@ -146,7 +146,7 @@ def put_aside(path: Path) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Remove half-written and half-removed checkpoints that crashes have left; other names stay."""
+    """Remove half-written and half-removed checkpoints that crashes have left, and nothing else."""
     if not root.is_dir():
         return
     for path in root.iterdir():
@@ -155,18 +155,18 @@ def sweep(root: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; of a link only the link."""
+    """Remove a checkpoint; if it is a link, only the link."""
     if path.is_symlink():
         path.unlink()
         return
-    doomed = path.with_name(path.name + ".removed")
-    path.rename(doomed)  # renamed first, so that a half-removed one never has a checkpoint's name
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = path.with_name(path.name + ".removed")
+    path.rename(renamed)  # first, so that a half-removed directory never has a checkpoint's name
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def point_at(link: Path, name: str) -> None:
-    """Make `link` point at the sibling `name`. A convenience for users: resuming ignores it."""
-    aside = link.with_name(f"{link.name}.new")
-    aside.unlink(missing_ok=True)
-    aside.symlink_to(name)
-    aside.replace(link)
+    """Make `link` point at the sibling `name`. A convenience for users; a resume ignores it."""
+    temporary = link.with_name(f"{link.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(name)
+    temporary.replace(link)

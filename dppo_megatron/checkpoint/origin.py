@@ -23,30 +23,30 @@ class Origin:
     directory: Path
     step: int
     own: bool
-    """This run wrote it; else another run did, and this one begins from it."""
+    """Whether this run wrote it; else another run did, and this run begins from it."""
     record_sums: dict[str, dict[int, int]]
     """CRC-32 of each line of the run's logs when it was written, by file and step."""
     data_changes: tuple[str, ...]
-    """A line for each problem set that has changed where that is allowed."""
+    """A line for each problem set that has changed in a way that is allowed."""
 
 
 DataCheck: TypeAlias = Callable[[Mapping[str, Any], str], list[str]]
-"""Compares a checkpoint's data fingerprint with the current data: (fingerprint, checkpoint) to a line for each allowed
-difference. Raises UserError for one that is not allowed."""
+"""Compares a checkpoint's data fingerprint with the current data. Takes the fingerprint and the checkpoint's path, and
+returns a line for each allowed difference. Raises UserError for a difference that is not allowed."""
 
 
 def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -> Origin | None:
-    """The newest good checkpoint of this run, else the one that `checkpoint.resume` names; None: the run begins.
+    """The newest good checkpoint of this run, else the one that `checkpoint.resume` names; None: the run starts anew.
 
     Newer directories with a checkpoint's name that are damaged or of another run are moved to `aside/`. Collective.
 
     Raises:
-        UserError: there are checkpoints but none can be used, or the chosen one has other settings or more steps.
+        UserError: there are checkpoints but none can be used, or the chosen one has different settings or more steps.
     """
     resume = config.checkpoint.resume
     if resume == "never":
         return None
-    newest, passed_over = store.look()
+    newest, passed_over = store.find_newest()
     if newest is not None:
         _refuse_an_older_own(resume, newest)
         origin = _accept(newest, config, check_data, own=True)
@@ -58,15 +58,15 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
     if resume == "auto":
         return None
     if wrong := check(Path(resume)):
-        raise UserError(f"checkpoint.resume = '{resume}': is no good checkpoint: {wrong}")
+        raise UserError(f"checkpoint.resume = '{resume}': is not a good checkpoint: {wrong}")
     return _accept(Path(resume), config, check_data, own=False)
 
 
 def changes_since(config: Config, mine: Path) -> list[str]:
-    """A line for each setting that differs from `mine`, the run's own config.yaml, if it is there.
+    """A line for each setting that differs from `mine`, the run's own config.yaml; none if that does not exist.
 
     Raises:
-        UserError: a setting differs that may not.
+        UserError: a setting differs that may not change.
     """
     if config.checkpoint.resume == "never" or not mine.exists():
         return []
@@ -77,7 +77,7 @@ def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool
     def read() -> Origin:
         """Called on rank 0 only, so that the files are read once."""
         manifest = read_manifest(directory)
-        if isinstance(manifest, str):  # it was intact a moment ago
+        if isinstance(manifest, str):  # the caller has just found it intact
             raise UserError(f"checkpoint '{directory}' has changed while it was read: {manifest}")
         check_changes(config, manifest.config, str(directory))
         if manifest.step > config.steps:

@@ -1,10 +1,10 @@
-"""loop.pt: the loop's own state and each rank's generators, written so that reading it runs no code.
+"""loop.pt: the loop's own state and each rank's random number generators, readable without running code.
 
-torch's restricted unpickler (`weights_only`) rebuilds tensors and plain containers; numpy's arrays are added here, type
-by type. What it cannot rebuild is an error when the checkpoint is written, not when it is needed.
+torch's restricted unpickler (`weights_only`) rebuilds tensors and plain containers; the types in numpy arrays are added
+here, one by one. Anything it could not rebuild is an error when the checkpoint is written, not when it is needed.
 
 The loop's own random numbers are functions of (seed, step, ids) and need no state. The generators of Python, numpy,
-torch and Megatron are saved all the same, for user code that draws from them.
+torch and Megatron are saved for user code that draws from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dppo_megatron.types import UserError
 _NUMPY = [
     np.ndarray,
     np.dtype,
-    bytes,  # what an array without elements is made of
+    bytes,  # the data of an empty array
     np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np._core.multiarray.scalar,  # type: ignore[attr-defined]
     *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdU"),
@@ -40,7 +40,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
     """
     try:
         torch.save(state, path)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # torch raises it on a full disk
         raise OSError(str(error)) from None
     read_state(path)
 

@@ -1,7 +1,7 @@
 """The checkpoints of one run: written atomically, verified when read, and pruned to the newest `keep`.
 
-A checkpoint is written under a temporary name; when every rank has written, hashed and synced its part, rank 0 writes
-the manifest and renames. A directory named step_NNNNNN was therefore complete; its checksums show whether it still is.
+A checkpoint is written under a temporary name. When every rank has written, synced and hashed its part, rank 0 writes
+the manifest and renames it. Whatever is named step_NNNNNN was therefore complete; checksums show whether it still is.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from dppo_megatron.weights.torch_dist import read_metadata
 
 COMMON = "common.pt"
 _COMMON_INSIDE_SINCE = Version("0.17")
-"""From here on megatron-core keeps what is not sharded among the shards, and still reads common.pt."""
+"""From this version on, megatron-core stores what is not sharded among the shards; it still reads common.pt."""
 
-Seen = dict[str, tuple[int, int, int, int]]
-"""Size, inode and times of last change of each file: while they are unchanged, it is not hashed again."""
+Stats = dict[str, tuple[int, int, int, int]]
+"""Size, inode, mtime and ctime of each file. While they are unchanged, the file is not hashed again."""
 
 
 class Sharded(Protocol):
@@ -69,11 +69,11 @@ class CheckpointStore:
     """The checkpoints of one run. Every method is collective unless it says otherwise.
 
     Args:
-        root: their directory.
+        root: the directory of the checkpoints.
         run: id of the run; other runs' checkpoints are neither used nor counted nor deleted.
         assets: directory whose config.json and tokenizer are copied into each checkpoint.
-        keep: good checkpoints that stay; 0: all.
-        async_save: return from `save` once the state is copied, and write in another process.
+        keep: how many good checkpoints to keep; 0: all.
+        async_save: `save` returns once the state is copied; another process writes it.
     """
 
     def __init__(self, root: Path, *, run: str, assets: Path, keep: int, async_save: bool) -> None:
@@ -83,18 +83,18 @@ class CheckpointStore:
         """Directory and manifest of a checkpoint whose sharded part is still being written."""
         self._saved_step: int | None = None
         self._validates = True
-        """In this process's first save Megatron compares what each rank writes, for which every rank sends its list to
-        all others. It stays the same."""
-        self._good: dict[str, Seen] = {}
+        """Only in this process's first save does Megatron check that the ranks' shards fit together, for which every
+        rank sends its list to all others. Later lists are the same."""
+        self._good: dict[str, Stats] = {}  # of the checkpoints that were found intact, by name
         from_rank_zero(lambda: checkpoint_dir.sweep(root))
 
     def save(self, actor: Sharded, loop_state: dict[str, Any], manifest: Manifest) -> None:
         """Write a checkpoint of `manifest.step`; with `async_save` it is complete only after a later `finalize`.
 
-        A step that was saved already is not written again.
+        A step that is already saved is not written again.
 
         Args:
-            loop_state: rank 0's is kept; what `checkpoint/state.py` can write.
+            loop_state: only rank 0's is written, by `checkpoint/state.py`.
 
         Raises:
             UserError: the disk is full. Earlier checkpoints are untouched.
@@ -105,17 +105,17 @@ class CheckpointStore:
         state = actor.sharded_state()
         num_bytes = _total_bytes(state)
         all_generators = gather_all([generators()])
-        aside = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
-        self._pending = aside, manifest
+        incomplete = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
+        self._pending = incomplete, manifest
         use_own_writers()
-        # from 0.17 on Megatron's asynchronous writer is by default one that needs another package (nvrx)
+        # since 0.17 Megatron's default asynchronous writer needs another package (nvrx)
         has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
         options: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
         options |= {"async_sharded_save": self._async, "validate_access_integrity": self._validates}
-        self._validates = False  # on every rank, also if one of them cannot write
+        self._validates = False  # before the save, which may raise: the ranks have to agree on it
         with in_step():
-            request = dist_checkpointing.save({"actor": state}, str(aside), **options)
-        from_rank_zero(lambda: self._write_own(aside, {"loop": loop_state, "generators": all_generators}))
+            request = dist_checkpointing.save({"actor": state}, str(incomplete), **options)
+        from_rank_zero(lambda: self._write_own(incomplete, {"loop": loop_state, "generators": all_generators}))
         if self._async:
             with in_step():
                 self._queue.schedule_async_request(request)
@@ -124,10 +124,8 @@ class CheckpointStore:
         self._saved_step = manifest.step
 
     def finalize(self, *, blocking: bool) -> bool:
-        """Complete an asynchronous save that has been written; returns whether none is in progress any more.
-
-        Raises the writer's error, on every rank.
-        """
+        """Complete an asynchronous save if its files are written; `blocking`: wait for that. Returns whether no save is
+        in progress any more. Raises a writer's error on every rank."""
         if self._pending is not None and self._async:
             try:
                 with in_step():
@@ -140,79 +138,79 @@ class CheckpointStore:
         return self._pending is None
 
     def abandon(self) -> None:
-        """Forget a checkpoint that could not be written. Not collective."""
+        """Give up a checkpoint that could not be written, and remove its files. Not collective."""
         self._pending = self._saved_step = None
         self._queue = AsyncCallsQueue()
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 checkpoint_dir.sweep(self._root)
 
-    def look(self) -> tuple[Path | None, list[tuple[Path, str]]]:
-        """The newest checkpoint of this run whose files are intact, and everything newer that is not usable, with the
-        reason. The former counts as saved: a run that goes on from it and is stopped at once leaves it as it is."""
-        passed: list[tuple[Path, str]] = []
+    def find_newest(self) -> tuple[Path | None, list[tuple[Path, str]]]:
+        """The newest intact checkpoint of this run, and everything newer that cannot be used, with the reasons. That
+        checkpoint counts as saved: a run that resumes from it and is stopped at once does not write it again."""
+        passed_over: list[tuple[Path, str]] = []
         for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
-            wrong = self._judge(path)
-            if not wrong:
+            fault = self._fault(path)
+            if not fault:
                 self._saved_step = step
-                return path, passed
-            passed.append((path, wrong))
-        return None, passed
+                return path, passed_over
+            passed_over.append((path, fault))
+        return None, passed_over
 
     def put_aside(self, path: Path, why: str) -> None:
-        """Move what is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
+        """Move a directory that is not a good checkpoint of this run to `aside/`. Raises OSError if that fails."""
         where = from_rank_zero(lambda: checkpoint_dir.put_aside(path))
         log(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
 
-    def _judge(self, path: Path) -> str:
+    def _fault(self, path: Path) -> str:
         """Why a directory is not a good checkpoint of this run; empty if it is one."""
         manifest = from_rank_zero(lambda: checkpoint_dir.read_own(path, self._run))
         if isinstance(manifest, str):
             return manifest
-        if from_rank_zero(lambda: bool(seen := self._good.get(path.name)) and seen == _seen(path, manifest)):
+        if from_rank_zero(lambda: bool(known := self._good.get(path.name)) and known == _stats(path, manifest)):
             return ""
-        seen = from_rank_zero(lambda: _seen(path, manifest))  # first: a change while hashing is then seen
-        wrong = "; ".join(faults(path, manifest))
-        if not wrong:
-            self._good[path.name] = seen
-        return wrong
+        stats = from_rank_zero(lambda: _stats(path, manifest))  # before the hashes: later changes are then noticed
+        fault = "; ".join(faults(path, manifest))
+        if not fault:
+            self._good[path.name] = stats
+        return fault
 
     def _begin(self, step: int, num_bytes: int) -> Path:
         make_directory(self._root)
-        checkpoint_dir.sweep(self._root)  # half-written files that a full disk left take space that this save needs
+        checkpoint_dir.sweep(self._root)  # half-written checkpoints after a full disk take space that this save needs
         check_space(self._root, num_bytes + (1 << 20))
         # a new name each time: writers that outlive a killed run must not write into the resumed run's checkpoint
-        aside = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"
-        aside.mkdir()
-        return aside
+        incomplete = self._root / f"{step_name(step)}.incomplete.{os.urandom(4).hex()}"
+        incomplete.mkdir()
+        return incomplete
 
-    def _write_own(self, aside: Path, state: dict[str, Any]) -> None:
-        copy_assets(self._assets, aside)
-        write_state(aside / LOOP, state)
+    def _write_own(self, incomplete: Path, state: dict[str, Any]) -> None:
+        copy_assets(self._assets, incomplete)
+        write_state(incomplete / LOOP, state)
 
     def _publish(self) -> None:
         assert self._pending is not None
-        (aside, manifest), self._pending = self._pending, None
+        (incomplete, manifest), self._pending = self._pending, None
         dist.barrier()
-        parts = gather_all([_sums_of_rank(aside)])
+        parts = gather_all([_sums_of_rank(incomplete)])
         if failures := [part for part in parts if isinstance(part, str)]:
             raise OSError(failures[0])
         files = {name: entry for part in parts if not isinstance(part, str) for name, entry in part.items()}
         manifest = replace(manifest, files=dict(sorted(files.items())))
-        target = from_rank_zero(lambda: self._name(aside, manifest))
-        self._good[target.name] = from_rank_zero(lambda: _seen(target, manifest))
+        target = from_rank_zero(lambda: self._name(incomplete, manifest))
+        self._good[target.name] = from_rank_zero(lambda: _stats(target, manifest))
         try:
             self._retire(manifest.step)
         except OSError as error:  # the new checkpoint is complete regardless
             log(f"warning: an old checkpoint could not be removed or put aside ({error})")
 
-    def _name(self, aside: Path, manifest: Manifest) -> Path:
-        """Rename a complete checkpoint to its final name. On rank 0."""
-        write_manifest(aside, manifest)
+    def _name(self, incomplete: Path, manifest: Manifest) -> Path:
+        """Write the manifest and give the directory its final name. On rank 0."""
+        write_manifest(incomplete, manifest)
         target = self._root / step_name(manifest.step)
         if target.exists() or target.is_symlink():
             log(f"warning: {target} was in the way of a new checkpoint; it is now {checkpoint_dir.put_aside(target)}")
-        publish(aside, target)
+        publish(incomplete, target)
         try:
             checkpoint_dir.point_at(self._root / "latest", target.name)
         except OSError as error:
@@ -220,17 +218,18 @@ class CheckpointStore:
         return target
 
     def _retire(self, newest: int) -> None:
-        """Keep the newest `keep` good checkpoints, the one just written included; move what is not one to `aside/`."""
+        """Keep the newest `keep` good checkpoints up to step `newest`, just written; move the bad ones to `aside/`."""
         if not self._keep:
             return
         num_good = 1
         for step, path in reversed(from_rank_zero(lambda: checkpoint_dir.named(self._root))):
-            if step >= newest:  # up to the one just written; a stray later one is handled at the next start
+            if step >= newest:  # a stray later one is handled at the next start
                 continue
             enough = num_good >= self._keep
-            wrong = from_rank_zero(partial(_wrong_manifest, path, self._run)) if enough else self._judge(path)
-            if wrong:
-                self.put_aside(path, wrong)
+            # files are not hashed only to be deleted
+            fault = from_rank_zero(partial(_manifest_fault, path, self._run)) if enough else self._fault(path)
+            if fault:
+                self.put_aside(path, fault)
             elif enough:
                 from_rank_zero(partial(checkpoint_dir.remove, path))
             else:
@@ -244,7 +243,7 @@ def describe(step: int, config: dict[str, Any], data: dict[str, Any] | None = No
 
 
 def check(directory: Path) -> str:
-    """What is wrong with a checkpoint of any run; empty if nothing. Collective."""
+    """What is wrong with a checkpoint, of whichever run; empty if nothing. Collective."""
     manifest = from_rank_zero(lambda: read_manifest(directory))
     return manifest if isinstance(manifest, str) else "; ".join(faults(directory, manifest))
 
@@ -252,20 +251,20 @@ def check(directory: Path) -> str:
 def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     """Restore `actor` from `directory`, at any layout; returns the loop's state. Collective.
 
-    Random generators are restored if the number of ranks is the same. The caller must have verified the checkpoint
-    (`check`, `CheckpointStore.look`).
+    Random number generators are restored if the number of ranks is the same. The caller must have verified the
+    checkpoint (`check`, `CheckpointStore.find_newest`).
 
     Raises:
         UserError: it cannot be read, or reading it would have to run code.
     """
-    metadata = read_metadata(directory)  # first: Megatron unpickles it unrestricted
+    metadata = read_metadata(directory)  # refuses code, before Megatron unpickles the same file without restriction
     _check_reader(directory)
     own, template = read_state(directory / LOOP), {"actor": actor.sharded_state(loading=True)}
     _check_tensors(template, metadata, directory)
     template = _without_new_fp8(template, metadata)
     try:
         with force_weights_only():
-            # what each rank reads is not compared: the next save compares what it writes
+            # not checked here whether the ranks' shards fit together: the next save does that
             loaded = dist_checkpointing.load(template, str(directory), validate_access_integrity=False)
     except (pickle.UnpicklingError, CheckpointException) as error:
         if "weights_only" not in str(error):
@@ -279,8 +278,8 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
 
 
 def _check_tensors(template: dict[str, Any], metadata: Metadata, directory: Path) -> None:
-    """Raise `UserError` for a tensor of `template` that is not there, or that bytes stand for: torch would unpickle
-    them."""
+    """Raise `UserError` for a tensor of `template` that the checkpoint lacks or describes as bytes, which torch would
+    unpickle."""
     for value in nested_values(template):
         if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
             continue
@@ -294,20 +293,20 @@ def _check_tensors(template: dict[str, Any], metadata: Metadata, directory: Path
 
 
 def _without_new_fp8(template: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Without Transformer Engine's state of FP8 layers that the checkpoint has not, as where the run that wrote it was
-    in bfloat16: it begins anew."""
+    """`template` without Transformer Engine's state of FP8 layers that the checkpoint lacks, such as that of a run in
+    bfloat16. That state then starts afresh."""
 
     def is_new(value: Any) -> bool:
         is_fp8 = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
         return is_fp8 and value.unique_key not in metadata.state_dict_metadata
 
-    kept: dict[str, Any]
-    _, kept = extract_matching_values(template, is_new)
-    return kept
+    rest: dict[str, Any]
+    _, rest = extract_matching_values(template, is_new)
+    return rest
 
 
 def _check_reader(directory: Path) -> None:
-    """Raise `UserError` for a checkpoint of a newer megatron-core, of which this one cannot find the common part."""
+    """Raise `UserError` for a checkpoint of a newer megatron-core that stores no common.pt, which this one needs."""
     if (directory / COMMON).exists() or Version(megatron_version) >= _COMMON_INSIDE_SINCE:
         return
     manifest = read_manifest(directory)
@@ -319,12 +318,12 @@ def _check_reader(directory: Path) -> None:
         )
 
 
-def _wrong_manifest(path: Path, run: str) -> str:
+def _manifest_fault(path: Path, run: str) -> str:
     manifest = checkpoint_dir.read_own(path, run)
     return manifest if isinstance(manifest, str) else ""
 
 
-def _seen(path: Path, manifest: Manifest) -> Seen:
+def _stats(path: Path, manifest: Manifest) -> Stats:
     """Empty if a file cannot be examined."""
     try:
         stats = {name: (path / name).stat() for name in manifest.files}
@@ -333,16 +332,16 @@ def _seen(path: Path, manifest: Manifest) -> Seen:
     return {name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats.items()}
 
 
-def _sums_of_rank(aside: Path) -> dict[str, tuple[int, str]] | str:
+def _sums_of_rank(folder: Path) -> dict[str, tuple[int, str]] | str:
     """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
-        return sums(aside, sorted(path.name for path in aside.iterdir() if _writer(path.name) == dist.get_rank()))
+        return sums(folder, sorted(path.name for path in folder.iterdir() if _writer(path.name) == dist.get_rank()))
     except OSError as error:
         return f"rank {dist.get_rank()}: {error}"
 
 
 def _total_bytes(state: dict[str, Any]) -> int:
-    """Bytes of all ranks' tensors, replicas included: an upper bound. Collective."""
+    """Bytes of the tensors that all ranks write. Collective."""
     mine = sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state)

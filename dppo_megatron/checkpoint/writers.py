@@ -1,14 +1,14 @@
 """Keeps a run alive through failures of Megatron's checkpoint writers that would leave ranks waiting for each other.
 
-    trainer (each rank)        writers, forked, one a file
+    trainer (each rank)        writers, forked, one per file
     save() ──▶ write_files ──▶ write, fsync ──▶ result in a memory file ──▶ trainer, once the writer has ended
 
-Megatron counts its writers' reports. One that is killed (the kernel's out-of-memory killer picks large processes) never
-reports, and the save never ends. Here each writer is waited for, and has its own place for a result.
+Megatron waits for a report of every writer. One that is killed (the kernel's out-of-memory killer picks large
+processes) never reports, and the save never ends. Here the trainer waits for each writer to end and reads its result.
 
-Some files are written by one rank alone, between collectives. If the disk is full at that moment, an exception would
-take this rank out of step: the others would wait in a collective that it never joins. `in_step` notes such a failure
-and raises it on every rank at the end of the save.
+Some files are written by one rank alone, between collectives. An exception there, such as for a full disk, would leave
+the other ranks waiting in a collective that this rank never joins. `in_step` catches it and raises it on every rank at
+the end of the save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies import async_utils, common, fil
 from dppo_megatron.distributed import gather_all
 
 _REPLACED = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""Until 0.16 and from 0.19 on: its threads' failures leave ranks waiting too."""
+"""Megatron's method until 0.16, and the one since 0.19, whose threads' failures leave ranks waiting too."""
 _PRELOAD = filesystem_async.FileSystemWriterAsync.preload_tensors
 _LENGTH_BYTES = 8
 _PARAMETERS = ["transform_list", "use_msc", "rank", "write_buckets", "global_results_queue"]
@@ -41,8 +41,8 @@ class Results:
     """The methods that Megatron calls on the queue through which a writer returns its result, for one save.
 
     Megatron uses a queue of `multiprocessing.Manager`: one more process of about 100 MB for every rank, and a directory
-    /tmp/pymp-* that stays behind when the rank is killed. A pipe would deadlock: the trainer reads only after the
-    writer has ended, and a writer with more results than a pipe holds (64 KiB) blocks. The writer is forked, so an
+    /tmp/pymp-* that is left behind if the rank is killed. A pipe would deadlock: the trainer reads only after the
+    writer has ended, and a writer with more results than fit into a pipe (64 KiB) blocks. The writer is forked, so an
     unnamed file that both have open is enough.
     """
 
@@ -53,14 +53,14 @@ class Results:
             self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
 
     def put(self, result: Any) -> None:
-        """In the writer: leave the result."""
+        """Store the result. Called in the writer."""
         payload = pickle.dumps(result)
         os.pwrite(self._file.fileno(), payload, _LENGTH_BYTES)
-        # last: if the writer is killed before, there is no result rather than half a pickle
+        # the length last: if the writer is killed before that, the trainer finds no result, and not half a pickle
         os.pwrite(self._file.fileno(), len(payload).to_bytes(_LENGTH_BYTES, "little"), 0)
 
     def get_nowait(self) -> Any:
-        """In the trainer, once the writer has ended: take the result. Raises queue.Empty if there is none."""
+        """Take the result, in the trainer, once the writer has ended. Raises queue.Empty if there is none."""
         length = int.from_bytes(os.pread(self._file.fileno(), _LENGTH_BYTES, 0), "little")
         if not length:
             raise queue.Empty
@@ -71,38 +71,38 @@ class Results:
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """Around a save or its completion: what fails on one rank is an OSError on all of them. Collective."""
+    """Around a save or its completion: a failure on one rank is raised as OSError on all of them. Collective."""
     failures: list[str] = []
     with ExitStack() as undo:
         for owner, name in _done_by_one_rank():
-            plain = getattr(owner, name)
-            setattr(owner, name, _noting(plain, failures))
-            undo.callback(setattr, owner, name, plain)
+            original = getattr(owner, name)
+            setattr(owner, name, _collecting(original, failures))
+            undo.callback(setattr, owner, name, original)
         yield
     for failure in gather_all(failures):
         raise OSError(failure)
 
 
 def use_own_writers() -> None:
-    """Let Megatron's next save report to a fresh queue and wait for writers as is done here.
+    """Make Megatron's next save use a new result queue and the functions of this file.
 
-    The queue is fresh because an abandoned writer may still put its result into the last one.
+    The queue is new because a writer of an abandoned save may still put its result into the old one.
     """
     filesystem_async._results_queue = Results()
     writer = filesystem_async.FileSystemWriterAsync
     for name in _REPLACED:
-        plain = getattr(writer, name, None)
-        if plain is not None and list(inspect.signature(plain).parameters) == _PARAMETERS:
+        original = getattr(writer, name, None)
+        if original is not None and list(inspect.signature(original).parameters) == _PARAMETERS:
             setattr(writer, name, staticmethod(write_files))
     writer.preload_tensors = staticmethod(stage)
 
 
 def stage(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """Copy the device's tensors to pageable memory, whatever Megatron asks for.
+    """Copy the device's tensors to pageable memory, even though Megatron asks for non-blocking copies.
 
-    It asks for copies that do not block, which torch makes into pinned memory. Forked writers share pinned pages with
-    the trainer, which gives them back right after the fork: its next pinned tensor would be written over what is still
-    read, and the checksum be of the damaged file. And torch keeps pinned memory for good, rounded up to powers of two.
+    Torch makes those in pinned memory. Forked writers share pinned pages with the trainer, which frees them right after
+    the fork: its next pinned tensor would overwrite what the writers still read, and the checksum would be that of the
+    damaged file. Besides, torch never returns pinned memory to the system, and rounds it up to powers of two.
     """
     staged: list[Any] = _PRELOAD(write_buckets, non_blocking=False)
     return staged
@@ -113,9 +113,9 @@ def write_files(
 ) -> None:
     """Write each bucket to its file in a separate process, and report what each has written, or the first failure.
 
-    In place of the method of Megatron's `FileSystemWriterAsync`, whose parameters these are.
+    Replaces a method of Megatron's `FileSystemWriterAsync` and takes its parameters.
     """
-    collects = gc.isenabled()
+    collector_was_on = gc.isenabled()
     gc.disable()  # as Megatron does: in a forked process the collector may touch the parent's CUDA tensors
     context = multiprocessing.get_context("fork")
     started: list[tuple[Any, Results]] = []
@@ -131,9 +131,9 @@ def write_files(
         outcome = error
     for process, _ in started:
         process.join()
-    with suppress(OSError):  # no room for the result: that there is none is an error on every rank
+    with suppress(OSError):  # no room for the result: Megatron then finds none, and raises on every rank
         global_results_queue.put(outcome)
-    if collects:
+    if collector_was_on:
         gc.enable()
 
 
@@ -160,12 +160,12 @@ def _result_of(process: Any, result: Results) -> list[Any]:
         raise OSError(f"a process that wrote the checkpoint has ended without a result: {how}") from None
     if isinstance(written, Exception):
         raise written
-    found: list[Any] = written
-    return found
+    items: list[Any] = written
+    return items
 
 
 class _Uncounted:
-    """The queue by which Megatron counts writers that have ended."""
+    """In place of the queue with which Megatron counts the writers that have ended."""
 
     def get(self) -> None: ...
 
@@ -173,20 +173,20 @@ class _Uncounted:
 
 
 def _done_by_one_rank() -> list[tuple[Any, str]]:
-    """Functions of Megatron that may fail on one rank without the others noticing: files of rank 0, and a fork."""
-    found: list[tuple[Any, str]] = [
+    """Megatron's functions that may fail on one rank while the others go on: they write rank 0's files, or fork."""
+    functions: list[tuple[Any, str]] = [
         (filesystem_async.FileSystemWriterAsync, "finish"),
         (serialization, "save_config"),
         (async_utils.TemporalAsyncCaller, "schedule_async_call"),
     ]
-    common_state = getattr(common, "TorchCommonSaveStrategy", None)  # 0.19 keeps it with the tensors
-    return found if common_state is None else [(common_state, "save_common"), *found]
+    common_state = getattr(common, "TorchCommonSaveStrategy", None)  # None in 0.19, which saves it with the tensors
+    return functions if common_state is None else [(common_state, "save_common"), *functions]
 
 
-def _noting(plain: Callable[..., None], failures: list[str]) -> Callable[..., None]:
+def _collecting(original: Callable[..., None], failures: list[str]) -> Callable[..., None]:
     def write(*arguments: Any, **keywords: Any) -> None:
         try:
-            plain(*arguments, **keywords)
+            original(*arguments, **keywords)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             failures.append(str(error).strip() or type(error).__name__)
 

@@ -1,12 +1,12 @@
-"""metrics.jsonl and trace.jsonl: one line a step, written atomically, and truncated to the checkpoint on resume.
+"""metrics.jsonl and trace.jsonl: one line per step, written atomically, and truncated to the checkpoint on resume.
 
-No line is ever lost. One that does not fit on a full disk waits in memory. One that is damaged, or belongs to a step
-that is done again, is moved to `old/` beside the record, whole: two lines whose newline was lost are one damaged line.
-There a bounded record leaves no more than it may hold itself. A checkpoint stores a checksum of every line up to its
-step, so that even a changed digit is detected.
+No line is lost. A line that does not fit on a full disk waits in memory. A line that is damaged, or belongs to a step
+that is done again, is moved unchanged to `old/` beside the record; two lines without a newline between them count as
+one damaged line. What a bounded record moves there is bounded like the record itself. A checkpoint stores a checksum of
+every line up to its step, so that even a changed digit is detected.
 
-That costs one pass over the file, a line at a time, in which none that has its checksum is parsed: 10,000 steps of
-512 x 16 rollouts are 1.9 GB. A bounded record drops its older half when it is full: a byte is copied once on average.
+A resume reads the file once, line by line, and parses no line whose checksum is right: 10,000 steps of 512 x 16
+rollouts are 1.9 GB. A full bounded record drops its older half, so that each byte is copied once on average.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ OLD = "old"
 
 _BLANK = b" \t\r"
 _HEADER = -1
-"""In place of a step: the first line of a trace."""
+"""Stands for the step of a trace's first line, which has none."""
 _BLOCK = 1 << 20
-"""Bytes of a read."""
+"""Bytes read at a time."""
 _STEP = re.compile(rb'\{"step": ([0-9]{1,15})[,}]')
 
 
 class JsonLines:
-    """One JSON object a line. A line is one write to the file, so that neither a reader nor a kill sees half of it.
+    """One JSON object per line. A line is a single write, so that neither a reader nor a kill sees half of it.
 
     Non-finite numbers become null: NaN and Infinity are not JSON.
 
     Args:
         sums: CRC-32 of the lines that the file holds, by step.
-        max_bytes: of the file, whose first line is then a header; 0: no bound. The newest line always stays.
+        max_bytes: bound of the file, which must then begin with a header; 0: none. The newest line always stays.
     """
 
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None, max_bytes: int = 0) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._file = append_to(path)  # open for the life of the run
         self._waiting: list[bytes] = []
-        self._is_cut = False
+        self._has_dropped = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
 
     @property
     def num_waiting(self) -> int:
-        """Lines that could not be written so far."""
+        """Lines that have not been written yet."""
         return len(self._waiting)
 
     def write(self, row: dict[str, Any]) -> list[str]:
-        """Append one object; see `flush`. On OSError the line is kept and written before the next one."""
+        """Append an object; see `flush`. After an OSError the line waits, and is written before the next one."""
         line = _line(row)
         if "step" in row:
             self.sums[row["step"]] = zlib.crc32(line)
@@ -73,9 +73,9 @@ class JsonLines:
         """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
 
         Returns:
-            Lines for the log: the file was full.
+            Log lines: the file was full.
         """
-        last = 0
+        last_size = 0
         while self._waiting:
             rest = memoryview(self._waiting[0])
             end = os.fstat(self._file.fileno()).st_size
@@ -85,32 +85,33 @@ class JsonLines:
             except OSError:
                 self._file.truncate(end)
                 raise
-            last = len(self._waiting.pop(0))
-        return self._bound(last)
+            last_size = len(self._waiting.pop(0))
+        return self._bound(last_size)
 
-    def _bound(self, last: int) -> list[str]:
-        """Drop the older half if the file is too large; `last` are the bytes of its last line, 0 if none is new."""
+    def _bound(self, last_size: int) -> list[str]:
+        """Drop the older half if the file is too large. `last_size`: bytes of the last line; 0: none was written."""
         size = os.fstat(self._file.fileno()).st_size
-        if not (last and 0 < self._max_bytes < size):
+        if not (last_size and 0 < self._max_bytes < size):
             return []
         with open_to_read(self._path) as file:
             head = file.readline()
-            file.seek(max(len(head), min(size - self._max_bytes // 2, size - last)) - 1)
-            file.readline()
+            file.seek(max(len(head), min(size - self._max_bytes // 2, size - last_size)) - 1)
+            file.readline()  # to where a line begins
             start, first = file.tell(), _parsed(file.readline())
         if start == len(head) or not first or not _parsed(head):
             return []
-        told, self._is_cut = self._is_cut, True
+        is_first, self._has_dropped = not self._has_dropped, True
         try:
             self._rewrite(_line(msgspec.json.decode(head) | {"dropped_before": first.number}) + b"\n", start)
-        except OSError as error:  # no room for the copy: the lines themselves are safe
+        except OSError as error:  # no room for the copy; the record itself is unchanged
             self._max_bytes = 0
             return [f"warning: {self._path} cannot be shortened ({error.strerror}), and grows beyond its bound"]
         self.sums = {step: crc for step, crc in self.sums.items() if step >= first.number}
-        return [] if told else [f"{self._path} is full: its older half is dropped, now and whenever it is full again"]
+        line = f"{self._path} is full: its older half is dropped, now and whenever it is full again"
+        return [line] if is_first else []
 
     def _rewrite(self, head: bytes, start: int) -> None:
-        """Replace the record by `head` and what the open file holds from `start` on."""
+        """Replace the record by `head`, followed by the open file's bytes from `start` on."""
         self._file.seek(start)
         with replacing(self._path, durable=True) as file:
             file.write(head)
@@ -119,10 +120,10 @@ class JsonLines:
         before.close()
 
     def sync(self) -> list[str]:
-        """Flush everything to the disk. Raises OSError if that fails."""
-        said = self.flush()
+        """As `flush`, and onto the disk."""
+        lines = self.flush()
         os.fsync(self._file.fileno())
-        return said
+        return lines
 
     def close(self) -> None:
         self._file.close()
@@ -139,18 +140,19 @@ class _Line(msgspec.Struct):
 
 
 _Part: TypeAlias = tuple[int, int, int]
-"""Where in the file a line begins, its bytes, and where the next one begins."""
+"""A line's place in the file: its offset, its length without the newline, and the offset of the next line."""
 
 
 @dataclass
 class _Contents:
     kept: dict[int, _Part] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
-    """CRC-32 of those."""
+    """CRC-32 of the kept lines, by step."""
     damaged: list[_Part] = field(default_factory=list)
     later: list[_Part] = field(default_factory=list)
+    """Lines of steps that are done again."""
     dropped_before: int = 0
-    """Lines of earlier steps are not missing: the record was full."""
+    """Lines of earlier steps were dropped because the record was full; they are not missing."""
     size: int = 0
 
     def missing(self, sums: Mapping[int, int] | None) -> list[int]:
@@ -166,17 +168,17 @@ def rewind(
 ) -> tuple[list[str], dict[int, int]]:
     """Truncate the record at `path` to `last_step`: damaged and later lines are moved to `old/`.
 
-    A torn last line is what a kill leaves; it is dropped silently. Good lines that are out of order are sorted.
+    An incomplete last line, which a kill may leave, is dropped without a message. Good lines are sorted by step.
 
     Args:
         sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
         header: first line of a trace that lacks its own.
-        max_bytes: of what is kept in `old/`, as of a bounded record; 0: no bound.
+        max_bytes: largest size of each file in `old/`; 0: unbounded.
 
     Returns:
-        A line for the log for everything unusual, and the checksums of what `path` holds now.
+        A log line for everything unusual, and the checksums of the lines that `path` now holds.
     """
-    found, said = _look_through(path, last_step, sums), list[str]()
+    found, messages = _look_through(path, last_step, sums), list[str]()
     for parts, name, what in (
         (found.damaged, "damaged", f"warning: {path}: damaged lines"),
         (found.later, "redone", f"{path}: lines after step {last_step}"),
@@ -188,10 +190,10 @@ def rewind(
             with append_to(target) as file:
                 file.writelines(line + b"\n" for line in _lines_at(path, parts))
                 os.fsync(file.fileno())  # before they disappear from the record
-            said.append(f"{what} ({len(parts)}) moved to {target}")
+            messages.append(f"{what} ({len(parts)}) moved to {target}")
     if missing := found.missing(sums):
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        said.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
+        messages.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
     parts = [found.kept[step] for step in sorted(found.kept)]
     first = [] if header is None or _HEADER in found.kept else [_line(header)]
     ends = [0, *(end for _, _, end in parts)]
@@ -203,22 +205,22 @@ def rewind(
             file.truncate(ends[-1])
             os.fsync(file.fileno())
     found.sums.pop(_HEADER, None)
-    return said, found.sums
+    return messages, found.sums
 
 
-def _make_room(path: Path, room: int, max_bytes: int) -> None:
-    """Drop the older half of the lines if `room` bytes more were too many."""
+def _make_room(path: Path, added: int, max_bytes: int) -> None:
+    """Drop the older lines if `added` more bytes would exceed `max_bytes`; half of that is then left with them."""
     size = path.stat().st_size if path.exists() else 0
-    if size and 0 < max_bytes < size + room:
+    if size and 0 < max_bytes < size + added:
         with open_to_read(path) as before, replacing(path) as file:
-            before.seek(size - max(0, max_bytes // 2 - room) - 1)
+            before.seek(size - max(0, max_bytes // 2 - added) - 1)
             before.readline()
             shutil.copyfileobj(before, file, _BLOCK)
 
 
 def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Contents:
-    """Which lines are good. A link, which may lead to anything that this user can read, is an OSError: damaged lines
-    are copied to `old/`."""
+    """Sort the lines into kept, damaged and later ones. Raises OSError if `path` is a link: damaged lines are copied to
+    `old/`, and a link may lead to any file that this user can read."""
     found = _Contents()
     if not os.path.lexists(path):
         return found
@@ -228,7 +230,7 @@ def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) ->
             found.size += len(whole)
             if whole.endswith(b"\n") or _parsed(line) or found.missing(sums):
                 _place(found, (start, len(line), found.size), line, last_step, sums)
-            # else it is a torn line, which was never completely written
+            # else it is the incomplete last line
     return found
 
 
@@ -245,7 +247,7 @@ def _place(found: _Contents, part: _Part, line: bytes, last_step: int, sums: Map
     if step > last_step:
         found.later.append(part)
     elif (step != _HEADER and sums is not None and sums.get(step) != crc) or (
-        found.sums.setdefault(step, crc) != crc  # two lines for one step, and no checksum to choose by: the first stays
+        found.sums.setdefault(step, crc) != crc  # two lines of one step, no checksum to choose by: the first stays
     ):
         found.damaged.append(part)
     else:
@@ -253,7 +255,7 @@ def _place(found: _Contents, part: _Part, line: bytes, last_step: int, sums: Map
 
 
 def move_to_old(path: Path, old: Path | None = None) -> Path | None:
-    """Move what is no longer part of the record to `old`; returns its new path, None if there was none.
+    """Move what is no longer part of the record to `old`; returns its new path, None if it does not exist or is empty.
 
     Args:
         old: the directory; None: `old/` beside `path`.
@@ -268,7 +270,7 @@ def move_to_old(path: Path, old: Path | None = None) -> Path | None:
 def _parsed(line: bytes) -> _Line | None:
     """None if it is no line of a record."""
     try:
-        row = msgspec.json.decode(line.decode(), type=_Line)  # of bytes, it does not look at the strings that it skips
+        row = msgspec.json.decode(line.decode(), type=_Line)  # given bytes, msgspec checks no UTF-8 in skipped fields
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return None if row.step is row.format is msgspec.UNSET else row
@@ -287,7 +289,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def finite(value: Any) -> Any:
-    """`value` with None for every number in it that JSON has no form for: NaN and the infinities."""
+    """`value` with None in place of every NaN and infinity, which JSON cannot express."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""Allows one trainer per run directory: lock.json names the host and process that has it.
+"""Allows one trainer per run directory: lock.json names the host and process that holds the lock.
 
-Whether the holder still runs is decided by two signs, since neither is enough alone. The kernel's record lock (fcntl)
-ends with the process and works over NFS and Lustre where their lock managers run. Without it, and on another host, the
-holder is known by its heartbeat: it touches the file every few seconds, and if the file has not changed for a minute of
-the file system's own clock, the holder is gone. A file server may keep the lock of a machine that has vanished (NFSv3
-until that is back, NFSv4 for a lease of some 90 s): then lock.json is made anew, half a minute later than without that
-lock, which may be that of another trainer that waits too.
+Two signs decide whether the holder still runs, since neither is enough alone. The kernel's record lock (fcntl) ends
+with the process, and works over NFS and Lustre where their lock managers run. On another host, or where record locks
+do not work, the heartbeat decides: the holder touches the file every few seconds, and if the file has not changed for a
+minute of the file system's own clock, the holder counts as dead. A file server may keep the lock of a machine that has
+vanished (NFSv3 until that machine is back, NFSv4 for a lease of some 90 s). Then lock.json is removed and created anew,
+but only after another half minute: the lock may belong to a trainer that is waiting for the same dead holder.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -40,11 +40,11 @@ class RunLock:
     """Held from construction to `release`.
 
     Args:
-        directory: the run directory; it exists.
+        directory: the run directory; it must exist.
         stale_s: age of the heartbeat, in seconds, from which a trainer on another host counts as dead.
 
     Raises:
-        UserError: another trainer has it; it is named.
+        UserError: another trainer holds the lock; the message names it.
         OSError: lock.json cannot be written.
     """
 
@@ -54,10 +54,10 @@ class RunLock:
         """The trainer that ended without releasing the lock, if any."""
         self._descriptor, kernel_locks = self._open()
         try:
-            before = _parse(os.pread(self._descriptor, 65536, 0))
-            if before and self._lives(self._descriptor, before, kernel_locks):
+            previous = _parse(os.pread(self._descriptor, 65536, 0))
+            if previous and self._is_alive(self._descriptor, previous, kernel_locks):
                 raise UserError(self._refusal(self._descriptor))
-            self.took_over = _name(before) if before else self.took_over
+            self.took_over = _name(previous) if previous else self.took_over
             self._mine = json.dumps(_describe_self()).encode()
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, self._mine, 0)
@@ -71,10 +71,10 @@ class RunLock:
     def check(self) -> None:
         """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
         try:
-            theirs = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
+            is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
         except OSError:
             return  # an unresponsive file system is no sign of another trainer
-        if theirs or os.pread(self._descriptor, 65536, 0) != self._mine:
+        if is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine:
             raise UserError(
                 f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
                 f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
@@ -92,7 +92,7 @@ class RunLock:
         os.close(self._descriptor)
 
     def _open(self) -> tuple[int, bool]:
-        """A locked descriptor of the file that currently has the name, and whether this file system supports locks."""
+        """A descriptor of the current lock.json, and whether this process holds the kernel's lock on it."""
         while True:
             descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -100,7 +100,7 @@ class RunLock:
                 if os.fstat(descriptor).st_ino == os.stat(self._path).st_ino:
                     return descriptor, kernel_locks
             except FileNotFoundError:
-                pass  # it has just been removed: by its holder, or for one whose lock outlives it
+                pass  # just removed: by its holder, or by `_replace`, here or in another trainer
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -118,26 +118,26 @@ class RunLock:
         return True
 
     def _replace(self, descriptor: int) -> None:
-        """Remove the file that another process has locked, if that is of another machine and shows no sign of life.
-        Raises UserError if it may be running."""
+        """Remove lock.json, which another process has locked, if the holder that it names is on another machine and
+        shows no sign of life. Raises UserError if the holder may be running."""
         holder = _parse(os.pread(descriptor, 65536, 0))
-        # The lock may be that of a trainer which found the same holder and writes as soon as it has waited for it.
-        is_ours = holder.get("boot") == _boot_id()
-        if not holder or is_ours or self._lives(descriptor, holder, kernel_locks=False, longer_s=self._stale_s / 2):
+        # Half as long again: a trainer that waits for the same holder has the lock, and writes its own name when done.
+        is_here = holder.get("boot") == _boot_id()
+        if not holder or is_here or self._is_alive(descriptor, holder, kernel_locks=False, extra_s=self._stale_s / 2):
             raise UserError(self._refusal(descriptor)) from None
         self.took_over = _name(holder)
         if os.stat(self._path).st_ino == os.fstat(descriptor).st_ino:  # else another trainer was faster
             self._path.unlink()
 
-    def _lives(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool, longer_s: float = 0.0) -> bool:
-        """Whether the process that `holder` describes still runs, as far as can be known here; waits `longer_s` more
-        for a sign of it than a heartbeat's age would have it."""
+    def _is_alive(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool, extra_s: float = 0.0) -> bool:
+        """Whether the process that `holder` describes still runs, as far as can be known here. Waits for its next
+        heartbeat until the last one is `stale_s` old, and `extra_s` more."""
         if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
-            return False  # we hold it, so no other process of this machine can
+            return False  # this process holds the kernel's lock, so no other process of this machine does
         last_beat = os.fstat(descriptor).st_mtime_ns
-        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:
-            age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9  # by the file system's clock, as the beats
-        left_s = max(0.0, self._stale_s - max(0.0, age_s)) + longer_s  # a time in the future counts as now
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:  # for the server's clock
+            age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9
+        left_s = max(0.0, self._stale_s - max(0.0, age_s)) + extra_s  # a heartbeat in the future counts as now
         if left_s > 0:
             log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
         deadline = time.monotonic() + left_s
@@ -175,14 +175,14 @@ def _describe_self() -> dict[str, Any]:
 
 def _name(holder: dict[str, Any]) -> str:
     if "host" not in holder:
-        return "one that has not yet said who it is"
+        return "one that has not yet written its name"
     attempt = f" (attempt {holder['slurm_attempt']})" if "slurm_attempt" in holder else ""
     job = f", Slurm job {holder['slurm_job']}{attempt}" if "slurm_job" in holder else ""
     return f"host {holder['host']}, process {holder.get('pid')}{job}, since {holder.get('since')}"
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The contents of a lock file; empty if it is empty, torn or not ours."""
+    """The contents of lock.json; {} if it is empty, incomplete or no JSON object."""
     try:
         holder = json.loads(data)
     except (ValueError, RecursionError):

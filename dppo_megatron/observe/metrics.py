@@ -1,4 +1,4 @@
-"""What a step took and a run came to: phase timers; summary.json, which other tools read, and the closing table."""
+"""Phase timers of a step, and a run's totals: summary.json, which other tools read, and the table that ends the log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepTiming:
     """Seconds of a finished step, grouped by what they scale with."""
 
     step_s: float
-    """The whole of it, `probe_s` included."""
+    """The whole step, `probe_s` included."""
     rollout_s: float
     """Generating and grading."""
     update_s: float
@@ -29,7 +29,7 @@ class StepTiming:
 
     @property
     def other_s(self) -> float:
-        """Selecting, packing, syncing."""
+        """Selection, packing, weight sync."""
         return max(0.0, self.step_s - self.rollout_s - self.update_s - self.probe_s)
 
 
@@ -39,42 +39,42 @@ class Timers:
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
-        self.tell: Callable[[str], None] | None = None
-        """Takes the name of the innermost phase, whenever that changes; for people who watch."""
+        self.on_phase: Callable[[str], None] | None = None
+        """Called with the name of the innermost phase whenever that changes, for the progress display."""
 
     @contextmanager
     def phase(self, name: str, *, cpu: bool = False) -> Iterator[None]:
         """Add the time of the block to `name`; with `cpu`, the CPU time of this process to `<name>_cpu` as well."""
         start, cpu_start = time.perf_counter(), time.process_time()
         self._open.append(name)
-        self._tell()
+        self._report_phase()
         try:
             yield
         finally:
             end = time.perf_counter()
             self._open.pop()
-            self._tell()
+            self._report_phase()
             self._add(name, end - start)
             recorder().add("phases", name, start, end)
             if cpu:
                 self._add(f"{name}_cpu", time.process_time() - cpu_start)
 
-    def _tell(self) -> None:
-        if self.tell is not None:
-            self.tell(self._open[-1] if self._open else "")
+    def _report_phase(self) -> None:
+        if self.on_phase is not None:
+            self.on_phase(self._open[-1] if self._open else "")
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def timing(self) -> StepTiming:
-        """Of everything since the last `drain`; a phase that there was no need for took 0 s."""
+        """Seconds since the last `drain`; 0 for phases that did not run."""
         step, rollout, reward, update, probe = (
             self._seconds.get(name, 0.0) for name in ("step", "rollout", "reward", "update", "probe")
         )
         return StepTiming(step_s=step, rollout_s=rollout + reward, update_s=update, probe_s=probe)
 
     def drain(self) -> dict[str, float]:
-        """`time/<phase>_s` of everything since the last call."""
+        """`time/<phase>_s` -> seconds since the last call."""
         seconds = {f"time/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return seconds
@@ -82,7 +82,7 @@ class Timers:
 
 @dataclass
 class Summary:
-    """Totals over the RL steps. `train_s` is the sum of the steps; `wall_s` is the whole run, from its start."""
+    """Totals over the RL steps. `train_s` is the sum of the steps; `wall_s` is the whole run, earlier starts too."""
 
     steps: int = 0
     wall_s: float = 0.0
@@ -104,7 +104,7 @@ class Summary:
     phase_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, counts: StepCounts, metrics: Mapping[str, float]) -> None:
-        """One more step: its counts, and the seconds of its phases from the keys time/*."""
+        """Add a step: its counts, and the seconds of its phases, which are the metrics `time/*`."""
         self.steps += 1
         for name, number in asdict(counts).items():
             setattr(self, name, getattr(self, name) + number)
@@ -116,11 +116,11 @@ class Summary:
         self.train_s = self.phase_s["step"]
 
     def write(self, path: Path) -> None:
-        """Write as JSON, in one piece."""
+        """Write as JSON, atomically."""
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> str:
-        """Lines `name  value` for the end of the log."""
+        """Lines of name and value, for the end of the log."""
         rows: list[tuple[str, str]] = []
         for name, after in self.eval_after.items():
             before, since = self.eval_before.get(name), self.eval_before_step.get(name, 0)

@@ -1,11 +1,11 @@
 """Progress of whatever takes more than two seconds: a live bar on a terminal, plain lines now and then in a pipe.
 
-A task that ends sooner leaves no trace. In a log file a line each 15 s would bury what a day-long run logs, so lines
-come at 5 s and then ever more rarely, up to a minute apart; each has the time that is left, where that is known. Bars
-are rich's, which moves what anything else prints above them; it is imported when the first bar is drawn.
+A task that ends sooner shows nothing. In a log file, a line every 15 s would bury what else a day-long run logs, so the
+first line is printed after 5 s and later ones less and less often, up to a minute apart; each states the time left if
+it is known. The bars are rich's, which prints other output above them; rich is imported when the first bar is drawn.
 
-Some tasks count nothing (Megatron writes a checkpoint, another rank starts) or count in large jumps. So a thread looks
-once a second, beside the one that works: a call that blocks for a minute is not a silent minute.
+Some tasks count nothing (Megatron writes a checkpoint, another rank starts) or count in large steps. So a second thread
+updates the display once a second: a call that blocks for a minute is not a silent minute.
 
 Example, of 100 answers at 4 s each:
     evaluation: 2 of 100 answers, 12 tokens/s, about 7 min left
@@ -39,27 +39,27 @@ from dppo_megatron.texts import one_line, show
 
 _DELAY_S = 2.0
 _LEAST_S, _MOST_S = 5.0, 60.0
-"""In a pipe: how far lines are apart, half as long as the task has taken."""
+"""In a pipe: bounds of the time between two lines, which is half of the time that the task has taken so far."""
 _REDRAW_S = 0.1
 
 
 class Progress:
-    """One task, from construction to the end of the `with` block. Call it with what is done so far.
+    """One task, from construction to the end of the `with` block. Call it with how much is done so far.
 
-    The time left assumes that the rest is as fast as what is done. Long answers finish last, so near the end of an
+    The time left assumes that the rest will be as fast as what is done. Long answers finish last, so near the end of an
     evaluation it is an underestimate.
 
     Args:
-        what: `evaluation`, `SFT`.
+        what: the task's name, such as `evaluation` or `SFT`.
         total: 0 if it is not known.
         unit: in the plural; empty: nothing is counted.
-        stream: where a terminal would be.
-        clock: seconds that only grow.
-        say: takes a plain line; None: printed to `stream`.
-        visible: False on ranks that say nothing; the environment variable DPPO_PROGRESS=off silences all.
-        beat_s: how often the thread looks; 0: no thread, for a test whose clock stands still meanwhile.
-        phase_of_step: the step has a line too, so a log gets no line before a minute and no closing one.
-        bars: where a bar is added, below the others; None: a separate display.
+        stream: shows a bar if it is a terminal.
+        clock: monotonic, in seconds.
+        say: prints a plain line; None: to `stream`.
+        visible: False on ranks that show nothing; the environment variable DPPO_PROGRESS=off hides everything.
+        beat_s: seconds between the thread's updates; 0: no thread, for tests with a clock of their own.
+        phase_of_step: the step has a line of its own, so a log gets no line in the first minute and none at the end.
+        bars: the display to which the bar is added, below the others; None: a new one.
     """
 
     def __init__(
@@ -80,21 +80,20 @@ class Progress:
         self._visible = visible and os.environ.get("DPPO_PROGRESS") != "off"
         self._stream, self._clock, self._beat_s = stream or sys.stderr, clock, beat_s
         self._say = say or partial(show, file=self._stream)
-        self._closes = not phase_of_step
+        self._has_last_line = not phase_of_step
         self._bars, self._owns_bars = bars, bars is None
         self._task: TaskID | None = None
         self._live = self._visible and _is_terminal(self._stream)
         self._began = clock()
         self._done, self._tokens, self._note = 0, 0, ""
         self._shown_from_s = self._next_s = _DELAY_S if self._live else 60.0 if phase_of_step else _LEAST_S
-        self._lock = threading.Lock()
-        """Of the display: the thread that works and the one that looks both draw."""
+        self._lock = threading.Lock()  # both the working thread and `_beat` draw
         self._ended = threading.Event()
         self._beat: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
         if self._visible and self._beat_s:
-            self._beat = threading.Thread(target=self._look, name=f"progress of {self._what}", daemon=True)
+            self._beat = threading.Thread(target=self._refresh, name=f"progress of {self._what}", daemon=True)
             self._beat.start()
         return self
 
@@ -106,25 +105,25 @@ class Progress:
             self._bars.remove_task(self._task)
             self._bars.stop() if self._owns_bars else self._bars.refresh()
         seconds = self._clock() - self._began
-        if self._visible and kind is None and seconds >= self._shown_from_s and self._closes:
+        if self._visible and kind is None and seconds >= self._shown_from_s and self._has_last_line:
             done = f"{self._count(self._done)} {self._unit}" if self._unit else "done"
             self._say(f"{self._what}: {done} in {duration(seconds)}{self._rate(seconds)}")
 
     def __call__(self, done: int, tokens: int = 0) -> None:
-        """So much of the total is done, with so many tokens."""
+        """Show that `done` of the total are done, with `tokens` tokens so far."""
         self._done, self._tokens = done, tokens
         self._show()
 
     def note(self, text: str) -> None:
-        """What is being done now, for a task that counts nothing."""
+        """Show what is being done now, for a task that counts nothing."""
         self._note = text
         self._show()
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         while not self._ended.wait(self._beat_s):
             try:
                 self._show()
-            except (OSError, ValueError):  # the terminal has gone, or the stream was closed: not this thread's to say
+            except (OSError, ValueError):  # the terminal or the stream was closed: left to the working thread to raise
                 return
 
     def _show(self) -> None:
@@ -168,37 +167,37 @@ class Progress:
 
 
 class RunProgress:
-    """A run's steps: a live bar on a terminal, one plain line a step in a pipe; silent on every rank but 0."""
+    """A run's steps: a live bar on a terminal, one plain line per step in a pipe; nothing on ranks other than 0."""
 
     def __init__(self, total_steps: int, *, visible: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._visible, self._clock = total_steps, visible, clock
         self._first: tuple[int, float] | None = None
-        """The first step that ended, and when: a resumed run has done others before, at an unknown speed."""
+        """The first step that ended here, and when; steps before a resume took an unknown time."""
         self._bars = _bars(sys.stderr, transient=False) if visible and _is_terminal(sys.stderr) else None
         if self._bars is not None:
             self._steps = self._bars.add_task(f"0 of {total_steps} steps", total=total_steps)
             self._bars.refresh()
 
     def say(self, text: str) -> None:
-        """A line above the bars, from any thread."""
+        """Print a line above the bars; may be called from any thread."""
         if self._visible:
             print_line(text)
 
     def part(self, what: str, total: int, unit: str) -> Progress:
         """The progress of a part of the run, below the bar of its steps; a `progress.Display`."""
-        return Progress(what, total, unit, **self._how())
+        return Progress(what, total, unit, **self._options())
 
     @contextmanager
     def phases(self, step: int) -> Iterator[Callable[[str], None]]:
-        """While a step lasts: which phase it is in, and for how long; what is given takes a phase's name."""
-        with Progress(f"step {step}", 0, "", phase_of_step=True, **self._how()) as shown:
+        """Show, while a step lasts, its current phase and for how long; yields a function that takes a phase's name."""
+        with Progress(f"step {step}", 0, "", phase_of_step=True, **self._options()) as shown:
             yield shown.note
 
-    def _how(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {"clock": self._clock, "say": self.say, "visible": self._visible, "bars": self._bars}
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
-        mean = metrics["reward/mean"]  # null if the step has no reward: everything pruned, or every grading failed
+        mean = metrics["reward/mean"]  # None if the step has no reward: everything pruned, or every grading failed
         text = (
             f"reward {'-' if mean is None or math.isnan(mean) else format(mean, '.3f')}"
             f"  generated {metrics['prune/completions_generated']:.0f}"
@@ -221,19 +220,19 @@ class RunProgress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    has_bars = os.environ.get("TERM") not in ("dumb", "unknown")  # those cannot redraw any
-    return stream.isatty() and has_bars and find_spec("rich") is not None
+    can_redraw = os.environ.get("TERM") not in ("dumb", "unknown")
+    return stream.isatty() and can_redraw and find_spec("rich") is not None
 
 
 def _bars(stream: TextIO, *, transient: bool) -> Bars:
-    """rich's display of tasks on a terminal, started; `transient`: wiped at its end."""
+    """A started rich display of tasks on a terminal; `transient`: it is erased at its end."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bars
 
     class Terminal(Console):
         def show_cursor(self, show: bool = True) -> bool:
-            return False  # rich hides the cursor, and a run that is killed would leave the terminal without one
+            return False  # rich would hide the cursor, and a killed run would leave the terminal without one
 
     bars = Bars(
         TextColumn("{task.description}", markup=False),
@@ -241,14 +240,14 @@ def _bars(stream: TextIO, *, transient: bool) -> Bars:
         console=Terminal(file=stream, force_terminal=True),
         auto_refresh=False,
         transient=transient,
-        redirect_stdout=sys.stdout.isatty(),  # else lines that go to a file would come to the terminal
+        redirect_stdout=sys.stdout.isatty(),  # else lines for a file would be printed on the terminal
     )
     bars.start()
     return bars
 
 
 def print_line(text: str) -> None:
-    """Print to stdout. A log file on a full disk loses lines and does not end the run; a reader that has gone does."""
+    """Print to stdout. A log file on a full disk loses lines without ending the run; a closed pipe raises."""
     try:
         show(text)
     except BrokenPipeError:

@@ -1,7 +1,7 @@
-"""A run's directory while the run is active: its id, its lock and its logs. Only rank 0 has one.
+"""A run's directory while the run is active: its id, its lock and its logs. Used on rank 0 only.
 
 Whatever could stop a run at the start (no permission, a file in the way, another trainer, another run's directory) is
-checked here, before a model is built. Later a full disk loses no log line: what cannot be written waits.
+checked here, before a model is built. A full disk later loses no log line: lines wait until they can be written.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ IDENTITY = "run.json"
 _TRACE = "trace.jsonl"
 RECORDS = ("metrics.jsonl", _TRACE)
 FEATURES = "trace_prompts.npz"
-"""What the rows of a large set say, beside the trace."""
+"""Features of the prompts of a large training set; those of a small one are in the trace's header."""
 SUMMARY = "summary.json"
 TIMELINE, PROFILE = "timeline", "profile"
-"""Directories of `timeline.py`, whose torch a reader of names does without."""
+"""Directories of `timeline.py`; named here, since that file imports torch and readers of the directory need none."""
 _PRODUCTS = (SAMPLES, TIMELINE, PROFILE, SUMMARY, "hf")
-"""What else a run has written that begins again: it would be mixed with the new, or replaced."""
+"""Also moved to `old/` when a run starts over: new files would mix with these or replace them."""
 _DIRECTORIES = ("checkpoints", SAMPLES, OLD, "prompts", TIMELINE, PROFILE, "trackers", "servers")
 _FORMAT = "dppo_megatron run 1"
 
@@ -50,7 +50,7 @@ class RunDirectory:
         path: created if missing.
 
     Raises:
-        UserError: it cannot be written, another trainer has it, or it holds a run without an id.
+        UserError: it cannot be written, another trainer holds its lock, or it holds a run without an id.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,37 +60,37 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path)
             try:
-                # only now: while this waited for the lock, another trainer may have begun a run here
-                self._held_nothing = all(held.name == LOCK for held in path.iterdir())
+                # after the lock is taken: while we waited for it, another trainer may have begun a run here
+                self._was_empty = all(entry.name == LOCK for entry in path.iterdir())
                 self.run = read_identity(path) or _begin_identity(path)
                 _check_names(path)
             except BaseException:
                 self._lock.release()
                 raise
         if self._lock.took_over:
-            log(f"the last trainer of {path} ended without a word: {self._lock.took_over}")
+            log(f"the last trainer of {path} ended without releasing its lock: {self._lock.took_over}")
 
     def open_record(self, config: Config, header: dict[str, Any], resumed_step: int | None, sums: Sums) -> None:
         """Write config.yaml and open the logs: truncated to `resumed_step`, or empty for a new run.
 
         Args:
             header: the first line of trace.jsonl.
-            resumed_step: the step of the run's own checkpoint that it resumes from; None for a new run.
-            sums: the logs' checksums stored in that checkpoint.
+            resumed_step: step of this run's own checkpoint that it resumes from; None for a new run.
+            sums: checksums of the logs, as stored in that checkpoint.
         """
         with as_user_error(self._path):
             save_config(config, self._path / "config.yaml")
             for name in RECORDS:
                 path, is_trace = self._path / name, name == _TRACE
                 for folder in (self._path, self._path / OLD):
-                    for left in folder.glob(f".{path.stem}.*.new"):  # of a process that was killed, and as large
-                        remove_tree(left)
+                    for leftover in folder.glob(f".{path.stem}.*.new"):  # of a killed process; as large as the log
+                        remove_tree(leftover)
                 if resumed_step is None and (where := move_to_old(path)):
                     log(f"warning: {path} is the record of a run without a checkpoint; it is now {where}")
-                most = int(config.observe.trace_max_gb * 1e9) if is_trace else 0
-                said, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None, most)
-                log(*said)
-                self._lines[name] = JsonLines(path, kept, most)
+                max_bytes = int(config.observe.trace_max_gb * 1e9) if is_trace else 0
+                lines, kept = rewind(path, resumed_step or 0, sums.get(name), header if is_trace else None, max_bytes)
+                log(*lines)
+                self._lines[name] = JsonLines(path, kept, max_bytes)
             if resumed_step is not None:
                 log(*rewind_samples(self._path / SAMPLES, resumed_step, self._path / OLD))
                 return
@@ -101,30 +101,30 @@ class RunDirectory:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         lines = self._lines[name]
-        waited = lines.num_waiting
+        failed_before = lines.num_waiting > 0
         try:
             log(*lines.write(row))
         except OSError as error:
-            if not waited:
+            if not failed_before:
                 log(
                     f"warning: {self._path / name} cannot be written ({error.strerror}): its lines wait in memory and"
                     " are tried again; until they are on the disk no checkpoint is saved"
                 )
             return
-        if waited:
-            log(f"{self._path / name} is written again; no line is lost")
+        if failed_before:
+            log(f"{self._path / name} can be written again; no line is lost")
 
     def begin_step(self) -> None:
-        """A further step makes the totals of an earlier end untrue: summary.json, by which others see that a run is
-        finished, is moved to `old/`."""
+        """Move summary.json to `old/`: its totals end with an earlier step, and others take it as the sign that the run
+        is finished."""
         with suppress(OSError):
             move_to_old(self._path / SUMMARY)
 
     def sync(self) -> Sums:
-        """Flush the logs to the disk: after a power cut no checkpoint may exist whose step is not in the logs.
+        """Flush the logs to the disk: after a power failure no checkpoint may exist whose step is not in the logs.
 
         Returns:
-            The checksums for that checkpoint.
+            The checksums to store in that checkpoint.
 
         Raises:
             OSError: a line could not be written.
@@ -140,23 +140,23 @@ class RunDirectory:
         """Raise UserError if another trainer has taken the directory over."""
         self._lock.check()
 
-    def take_back(self) -> None:
-        """Close after a failed start, and empty a directory that was empty before. Server logs stay.
+    def undo_start(self) -> None:
+        """Close after a failed start; if the directory was empty before, remove what was written, except server logs.
 
-        Otherwise the settings of a run that never began would bind the next attempt.
+        Otherwise the next attempt would have to keep the settings of a run that never began.
         """
         self.close()
-        if not self._held_nothing:
+        if not self._was_empty:
             return
         for name in ("config.yaml", IDENTITY, FEATURES, *RECORDS):
             (self._path / name).unlink(missing_ok=True)
         remove_tree(self._path / "prompts")
         for folder in (self._path / "checkpoints", self._path):
-            with suppress(OSError):  # it holds something else
+            with suppress(OSError):  # not empty: it holds other files
                 folder.rmdir()
 
     def close(self) -> None:
-        """Write what waits; what cannot be written is a warning with the number of lines."""
+        """Write the waiting lines, or log a warning with the number that could not be written; release the lock."""
         for name, lines in self._lines.items():
             try:
                 log(*lines.flush())
@@ -174,50 +174,51 @@ def as_user_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-        mistake = UserError(
+        user_error = UserError(
             f"run_dir = '{path}' cannot be written: {error.strerror or error}{where}; choose another run_dir, or make"
             " room or give permission there"
         )
-        mistake.__dict__.update(error.__dict__)  # whether rank 0 prints it for all
-        raise mistake from None
+        user_error.__dict__.update(error.__dict__)  # `is_reported`, if rank 0 prints it for all ranks
+        raise user_error from None
 
 
 def read_identity(path: Path) -> str:
     """The id in run.json; empty if the directory holds no run. Raises UserError for a run without an id."""
-    own = path / IDENTITY
-    held = [name for name in RECORDS if (path / name).exists()]
-    held += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]
+    identity = path / IDENTITY
+    signs = [name for name in RECORDS if (path / name).exists()]
+    signs += [f"checkpoints/{found.name}" for found in sorted((path / "checkpoints").glob("step_[0-9]*"))[:1]]
     reason = "it is missing"
-    if own.exists() and not own.is_file():
+    if identity.exists() and not identity.is_file():
         reason = "it is not a file"
-    elif own.exists():
+    elif identity.exists():
         try:
-            raw = json.loads(own.read_text(encoding="utf-8"))
+            raw = json.loads(identity.read_text(encoding="utf-8"))
             if raw["format"] == _FORMAT and isinstance(raw["run"], str) and raw["run"]:
                 return str(raw["run"])
             reason = "it has another format"
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"it cannot be read ({type(error).__name__})"
-    elif not held:
+    elif not signs:
         return ""
     raise UserError(
-        f"run_dir = '{path}' holds {', '.join(held) or IDENTITY}, but {IDENTITY} does not say which run that is:"
+        f"run_dir = '{path}' holds {', '.join(signs) or IDENTITY}, but {IDENTITY} does not say which run that is:"
         f" {reason}. Choose another run_dir; checkpoint.resume=DIR begins it from one of these checkpoints"
     )
 
 
 def _begin_identity(path: Path) -> str:
     run, here = uuid.uuid4().hex, Path.cwd().resolve()
-    # what relative paths in its files are relative to, and where in it the run is: both may be moved together
+    # The paths in the run's files are relative to working_dir. The run's own place is stored relative to that too, so
+    # that both can be moved together.
     places = {"working_dir": str(here), "directory": os.path.relpath(path.resolve(), here)}
-    began = {"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **places}
-    write_text(path / IDENTITY, json.dumps(began, indent=1) + "\n", durable=True)
+    identity = {"format": _FORMAT, "run": run, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **places}
+    write_text(path / IDENTITY, json.dumps(identity, indent=1) + "\n", durable=True)
     return run
 
 
 def _check_names(path: Path) -> None:
-    """Raise OSError now for what a run could not write to: a pipe, on which reading would block, or a link, which may
-    lead to any file; and, rather than at the first save, if no checkpoint could be written."""
+    """Raise OSError now, and not at the first save, for what a run could not write: a log that is a pipe, on which
+    reading would block, a link, which may lead to any file, or a directory of checkpoints without write permission."""
     for name in RECORDS:
         if os.path.lexists(path / name):
             os.close(open_own(path / name, os.O_RDWR))

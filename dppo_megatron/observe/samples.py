@@ -1,8 +1,8 @@
 """samples/: each recorded completion, what was decided about it and why, as parquet.
 
-A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is written to a
-separate file, so a killed run still has its last step. Every 64 such files are merged into one, because parallel file
-systems handle few large files better than many small ones.
+A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is first written to
+a file of its own, so a killed run still has its last step. Every 64 such files are merged into one, because parallel
+file systems handle few large files better than many small ones.
 
     loop (every rank)          thread "samples"
     write(step, groups) ──▶ queue of 4 ──▶ arrow columns ──▶ steps_000012-000012.rank0000.parquet
@@ -51,12 +51,12 @@ class RecordedGroup:
     completion_prob: FloatArray
     """Inclusion probability given the group; NaN where the completion did not take part in the draw."""
     weights: FloatArray
-    """Product of the weights of all selections; 0 where not kept."""
+    """Product of the weights of all selections; 0 for completions that were not kept."""
     kept: BoolArray
     why: tuple[str, ...]
     """Why each completion was kept or not (docs/run_directory.md)."""
     actor_logprobs: dict[int, FloatArray] = field(default_factory=dict)
-    """Completion index -> the actor's log-probability of each token, for completions that this rank has scored."""
+    """Completion index -> the actor's log-probability of each token, for the completions that this rank scored."""
 
 
 def add_actor_logprobs(
@@ -66,11 +66,11 @@ def add_actor_logprobs(
 
     Args:
         rows: [n] completions in the update's plan: position of the group times `width`, plus the completion index.
-        values: index into `rows` -> [completion tokens].
+        values: index into `rows` -> log-probabilities, [completion tokens].
     """
     by_position = {one.position: one for one in groups}
-    for place, logprobs in values.items() if groups else ():
-        position, index = divmod(int(rows[place]), width)
+    for row, logprobs in values.items() if groups else ():
+        position, index = divmod(int(rows[row]), width)
         if position in by_position:
             by_position[position].actor_logprobs[index] = logprobs
 
@@ -78,11 +78,11 @@ def add_actor_logprobs(
 class SampleWriter:
     """Writes this rank's recorded groups in a background thread.
 
-    A failure here never stops a run: each kind is reported once, and the samples of that step are missing.
+    A failure here never stops a run: each kind is logged once, and the samples of that step are missing.
 
     Args:
         directory: `samples/` of the run; created with the first file.
-        correct_from: of the rewards that `Prompt.graded_by` names; 1 where it has none.
+        correct_from: `Prompt.graded_by` -> the reward from which a completion counts as correct; 1 if not in it.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class SampleWriter:
         correct_from: Mapping[str, float] = _NONE,
     ) -> None:
         self._directory, self._rank, self._world_size, self._correct_from = directory, rank, world_size, correct_from
-        self._log = show if rank else log  # of the other ranks only rank 0's log is printed
+        self._log = show if rank else log  # `log` prints nothing on ranks other than 0
         self._max_bytes = int(settings.max_gb * 1e9 / world_size)
         self._queue: queue.Queue[tuple[int, list[RecordedGroup]] | None] = queue.Queue(_QUEUE)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def write(self, step: int, groups: list[RecordedGroup]) -> None:
@@ -108,14 +108,14 @@ class SampleWriter:
         try:
             self._queue.put_nowait((step, groups))
         except queue.Full:
-            self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps others are left")
+            self._warn("slow", f"the disk is slower than the steps: samples of step {step} and perhaps more are lost")
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is queued, then stop the thread, which the next `write` starts again: a run that resumes from a
-        checkpoint has the samples up to it."""
+        """Write the queued steps, then stop the thread; the next `write` starts it again. Called before a checkpoint is
+        saved too, so that a run that resumes from it has the samples up to that step."""
         if self._thread is None:
             return
-        thread = self._start()  # an earlier call may have given up on a disk that has answered since
+        thread = self._start()  # an earlier `close` may have timed out, and the thread has ended since
         try:
             self._queue.put(None, timeout=timeout_s)
             thread.join(timeout_s)
@@ -132,7 +132,7 @@ class SampleWriter:
         while (item := self._queue.get()) is not None:
             try:
                 self._write(*item)
-            except Exception as error:  # samples are for looking at, which is not worth losing a run
+            except Exception as error:  # samples are only for inspection: whatever fails must not end the run
                 self._warn(type(error).__name__, f"samples of step {item[0]} cannot be written: {error}")
 
     def _write(self, step: int, groups: Sequence[RecordedGroup]) -> None:
@@ -143,8 +143,8 @@ class SampleWriter:
         if len(singles) >= _MERGE:
             merged = self._directory / _name(singles[0].first, singles[-1].last, self._rank)
             read = [_read_or_move(one.path, self._directory.parent / OLD) for one in singles]
-            for wrong in filter(None, (wrong for _, wrong in read)):
-                self._log(wrong)
+            for warning in filter(None, (warning for _, warning in read)):
+                self._log(warning)
             if tables := [table for table, _ in read if table is not None]:
                 _store(tables, merged)
             for one in singles:
@@ -156,13 +156,13 @@ class SampleWriter:
             sizes.pop(0)
 
     def _own(self) -> list[SampleFile]:
-        """This rank's files, and its share of files from an earlier start on more ranks."""
+        """This rank's files, and its share of those that an earlier start with more ranks has left."""
         return [one for one in sample_files(self._directory) if one.rank % self._world_size == self._rank]
 
     def _warn(self, kind: str, text: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            self._log(f"warning: {text} (rank {self._rank}, said once)")
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._log(f"warning: {text} (rank {self._rank}, logged once)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -176,7 +176,7 @@ class SampleFile:
 
 
 def sample_files(directory: Path) -> list[SampleFile]:
-    """The complete files, oldest first. If a merge was interrupted by a kill: the merged file, not its parts."""
+    """The complete files, oldest first; of a merge that a kill interrupted, the merged file and not its parts."""
     found = []
     for path in directory.glob("steps_*.parquet"):
         if match := NAME.fullmatch(path.name):
@@ -193,38 +193,38 @@ def sample_files(directory: Path) -> list[SampleFile]:
 
 
 def rewind_samples(directory: Path, last_step: int, old: Path) -> list[str]:
-    """Delete the samples of steps after `last_step`, which are done again. Files that others have put here stay.
+    """Delete the samples of steps after `last_step`, which are done again. Files of any other name stay.
 
     Args:
-        old: where a file goes that cannot be read and holds steps of both kinds.
+        old: where an unreadable file is moved that holds steps up to `last_step` and after it.
 
     Returns:
-        A line for the log for each of those.
+        A log line for each file that was moved.
     """
     if not directory.is_dir():
         return []
-    said, keep = [], sample_files(directory)
-    whole = {one.path for one in keep if one.last <= last_step}
-    for one in keep:
+    warnings, files = [], sample_files(directory)
+    keep = {one.path for one in files if one.last <= last_step}
+    for one in files:
         if one.first <= last_step < one.last:
-            table, wrong = _read_or_move(one.path, old)
+            table, warning = _read_or_move(one.path, old)
             if table is None:
-                said.append(wrong)
+                warnings.append(warning)
                 continue
             table = table.filter(table["step"].to_numpy() <= last_step)
-            last = max(table["step"].to_pylist(), default=last_step)  # which `watch` shows: not every step has samples
-            kept = one.path.with_name(_name(one.first, last, one.rank))
-            _store([table], kept)
-            whole.add(kept)
+            last = max(table["step"].to_pylist(), default=last_step)  # not every step has samples; `watch` shows `last`
+            shortened = one.path.with_name(_name(one.first, last, one.rank))
+            _store([table], shortened)
+            keep.add(shortened)
     for path in directory.iterdir():
-        ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
-        if ours and path not in whole and path.is_file():
+        is_ours = NAME.fullmatch(path.name) or _INCOMPLETE.fullmatch(path.name)
+        if is_ours and path not in keep and path.is_file():
             path.unlink()
-    return said
+    return warnings
 
 
 def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[str, float] = _NONE) -> Any:
-    """A step's completions as a pyarrow table: one row each, in the order of the groups."""
+    """A step's completions as a pyarrow table: one row per completion, in the order of the groups."""
     import pyarrow as pa
 
     rows = [(one, index) for one in sorted(groups, key=lambda one: one.position) for index in range(len(one.kept))]
@@ -233,10 +233,10 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
     prompts = [one.group.selected for one, _ in rows]
     weights = [float(one.weights[index]) for one, index in rows]
     actor = [one.actor_logprobs.get(index) for one, index in rows]
-    least = [correct_from.get(one.prompt.graded_by, 1.0) for one in prompts]
+    bounds = [correct_from.get(one.prompt.graded_by, 1.0) for one in prompts]
     correct = [
         None if grade is None or grade.failure else deciding_reward(grade) >= bound
-        for grade, bound in zip(grades, least, strict=True)
+        for grade, bound in zip(grades, bounds, strict=True)
     ]
     columns: dict[str, tuple[Any, Any]] = {
         "step": ([step] * len(rows), pa.int32()),
@@ -265,7 +265,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
         "finish_reason": ([one.finish_reason for one in done], pa.string()),
         "weights_version_first": ([_version(one, 0) for one in done], pa.int64()),
         "weights_version_last": ([_version(one, -1) for one in done], pa.int64()),
-        # arrays of the column's own type: pyarrow takes the numbers of others one by one, ten times as slowly
+        # arrays of the column's own type: pyarrow converts others number by number, which takes ten times as long
         "token_ids": ([one.token_ids.astype(np.int32) for one in done], pa.list_(pa.int32())),
         "logprobs": ([one.logprobs.astype(np.float32) for one in done], pa.list_(pa.float32())),
         "actor_logprobs": ([one if one is None else one.astype(np.float32) for one in actor], pa.list_(pa.float32())),
@@ -284,14 +284,14 @@ def _store(tables: Sequence[Any], path: Path) -> None:
 
 
 def _read_or_move(path: Path, old: Path) -> tuple[Any, str]:
-    """The table of a file and an empty text; of one that cannot be read None, and a log line with its new place."""
+    """The table of a file and ""; if it cannot be read, None and a log line that names where the file now is."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.ParquetFile(path).read()  # read_table would parse the directory's name for partitions
-        return pa.concat_tables([to_table(0, []), table]), ""  # of the same columns, or not to be merged
-    except Exception as error:  # what pyarrow raises for damaged files is of many types
+        return pa.concat_tables([to_table(0, []), table]), ""  # raises if the columns differ: those cannot be merged
+    except Exception as error:  # pyarrow raises many types for damaged files
         return None, f"warning: {path} cannot be read ({reason(error)}); it is now {move_to_old(path, old)}"
 
 
@@ -308,5 +308,5 @@ def _number(value: Any) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-def _version(completion: Completion, place: int) -> int | None:
-    return completion.weights_spans[place][0] if completion.weights_spans else None
+def _version(completion: Completion, span: int) -> int | None:
+    return completion.weights_spans[span][0] if completion.weights_spans else None

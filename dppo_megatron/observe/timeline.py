@@ -1,11 +1,11 @@
-"""timeline/: one step on all ranks as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""timeline/: a step on all ranks as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing can open.
 
     step begins            step ends          record()
     spans on, profiler ──▶ off ──▶ ... ──▶ each rank's clock against rank 0's, spans to rank 0, one file
 
-Ranks of one machine share a clock. Between machines it is compared with rank 0's just before the file is written: the
-best of a few round trips, whose half is the error (in the file, under `otherData`). All of it happens for recorded
-steps only, outside the step's own time.
+Ranks of one machine share a clock. Between machines, each clock is compared with rank 0's just before the file is
+written: the shortest of a few round trips counts, and half its time is the error bound, which the file states under
+`otherData`. This happens for recorded steps only, and outside the time that is measured for the step.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ from dppo_megatron.texts import log
 
 PHASES = "phases"
 _ORDER = (PHASES, "micro-batches", "pipeline", "weight sync")
-"""Tracks from the top; others follow by name."""
+"""The first tracks of a rank, from the top; the others follow in alphabetical order."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """What one rank has recorded of a step."""
+    """What one rank recorded of a step."""
 
     rank: int
     host: str
     offset_s: float
-    """To be added to its clock to get rank 0's."""
+    """What to add to its clock to get rank 0's."""
     within_s: float
-    """How well that is known."""
+    """The bound of that offset's error."""
     spans: list[Span]
 
 
 class StepRecorder:
-    """Records the steps that `observe.timeline`, `timeline_every` and `profile_steps` name. On every rank.
+    """Records the steps that `observe.timeline`, `timeline_every` and `profile_steps` select. On every rank.
 
     Args:
-        directory: that of the run.
+        directory: the run's.
     """
 
     def __init__(self, settings: ObserveConfig, directory: Path) -> None:
         self._settings, self._directory = settings, directory
         self.spans = Spans()
-        self._left = settings.timeline
-        """Of the first steps, how many are still to be recorded."""
+        self._num_left = settings.timeline
+        """How many of the run's first steps are still to be recorded."""
         self._recorded: int | None = None
         """The step whose spans wait to be written."""
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         every = self._settings.timeline_every
-        wanted = self._left > 0 or (every > 0 and number % every == 0)
-        self._left = max(0, self._left - 1)
-        self.spans.on = wanted
+        is_recorded = self._num_left > 0 or (every > 0 and number % every == 0)
+        self._num_left = max(0, self._num_left - 1)
+        self.spans.on = is_recorded
         try:
             with self._profiled(number):
                 yield
         finally:
             self.spans.on = False
-        self._recorded = number if wanted else None
+        self._recorded = number if is_recorded else None
 
     def write(self, number: int) -> None:
         """Write the timeline of step `number`, if it was recorded. Collective."""
@@ -81,12 +81,12 @@ class StepRecorder:
         self._recorded = None
         offset_s, within_s = clock_offset(self.spans.clock)
         mine = RankSpans(rank(), socket.gethostname(), offset_s, within_s, self.spans.drain())
-        if everyone := to_rank_zero(mine):
+        if of_all_ranks := to_rank_zero(mine):
             path = self._directory / TIMELINE / f"step_{number:06d}.json.gz"
             try:
                 make_directory(path.parent)
                 with replacing(path) as out, gzip.open(out, "wt", encoding="utf-8", compresslevel=3) as file:
-                    json.dump(trace(number, everyone), file)
+                    json.dump(trace(number, of_all_ranks), file)
             except OSError as error:
                 log(f"warning: {path} cannot be written: {error.strerror}")
 
@@ -113,8 +113,8 @@ class StepRecorder:
 def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
     """A step in the Trace Event Format. Times are microseconds since the start of the step on rank 0.
 
-    A track whose spans nest is a thread of its rank; spans that may overlap are asynchronous events, which viewers show
-    below each other.
+    A track becomes a thread of its rank. Its nested spans are complete events; spans that may overlap are asynchronous
+    events, which viewers show below each other.
     """
     starts = [span.start_s for span in ranks[0].spans if span.track == PHASES]
     origin_s = min(starts, default=0.0)
@@ -122,19 +122,19 @@ def trace(step: int, ranks: Sequence[RankSpans]) -> dict[str, Any]:
     for one in ranks:
         tracks = {span.track for span in one.spans}
         names = [name for name in _ORDER if name in tracks] + sorted(tracks - set(_ORDER))
-        threads = {name: place for place, name in enumerate(names)}
-        events.append(_about("process_name", one.rank, 0, f"rank {one.rank} ({one.host})"))
-        events += [_about("thread_name", one.rank, place, name) for name, place in threads.items()]
-        events += [_about("thread_sort_index", one.rank, place, place) for place in threads.values()]
+        threads = {name: number for number, name in enumerate(names)}
+        events.append(_metadata("process_name", one.rank, 0, f"rank {one.rank} ({one.host})"))
+        events += [_metadata("thread_name", one.rank, number, name) for name, number in threads.items()]
+        events += [_metadata("thread_sort_index", one.rank, number, number) for number in threads.values()]
         for span in one.spans:
             events += _events(span, one, threads[span.track], origin_s)
     clocks = [{"rank": one.rank, "offset_s": one.offset_s, "within_s": one.within_s} for one in ranks]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "clocks": clocks}}
 
 
-def _about(what: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if what == "thread_sort_index" else "name"
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+def _metadata(event: str, process: int, thread: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if event == "thread_sort_index" else "name"
+    return {"ph": "M", "name": event, "pid": process, "tid": thread, "args": {key: value}}
 
 
 def _events(span: Span, one: RankSpans, thread: int, origin_s: float) -> list[dict[str, Any]]:
@@ -142,10 +142,10 @@ def _events(span: Span, one: RankSpans, thread: int, origin_s: float) -> list[di
     common = {"name": span.name, "cat": span.track, "pid": one.rank, "tid": thread}
     if span.ticket is None:
         return [common | {"ph": "X", "ts": start / 1000, "dur": (end - start) / 1000}]
-    ident = {"id2": {"local": f"{thread}.{span.ticket}"}}  # an id counts within its rank
+    ident = {"id2": {"local": f"{thread}.{span.ticket}"}}  # unique within its rank
     return [common | ident | {"ph": "b", "ts": start / 1000}, common | ident | {"ph": "e", "ts": end / 1000}]
 
 
 def _ns(at_s: float, one: RankSpans, origin_s: float) -> int:
-    """Whole nanoseconds: rounded like this, spans that nest still nest."""
+    """Nanoseconds since the step's start on rank 0, as integers, so that rounding leaves nested spans nested."""
     return round((at_s + one.offset_s - origin_s) * 1e9)

@@ -1,8 +1,8 @@
-"""How a grader is called, decided once by the names of its parameters: ours, verl's or TRL's.
+"""How a grader is called: in our form, verl's or TRL's, decided once by the names of its parameters.
 
-A function that was written for another trainer would take our arguments too, in the wrong places and without a word: of
-`compute_score(data_source, solution_str, ground_truth)` the first would be the completion. So names are looked at, and
-what fits none of these forms is refused when it is loaded.
+A function that was written for another trainer would accept our arguments too, in the wrong places and without an
+error: the first of `compute_score(data_source, solution_str, ground_truth)` would be the completion. So the names
+decide, and a function that fits none of the forms is refused when it is loaded.
 
 Standard library only: grader processes import this file.
 """
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _CONTEXT = ("row", "prompt", "completion_tokens", "finish_reason")
-"""What else a grader is handed if it has a parameter of that name."""
+"""Passed to a grader that has a parameter of that name."""
 _NEVER_FIRST = (
     *("answer", "answers", "args", "data_source", "ground_truth", "label", "labels", "problem", "prompt", "prompts"),
     *("queries", "query", "question", "reference", "references", "row", "solution"),
 )
-"""A first parameter of these names does not want a completion."""
+"""If the first parameter has one of these names, it is not the completion."""
 _REFERENCES = ("answer", "answers", "solution", "ground_truth")
-"""Columns of TRL's that are the reference where the rows have none of that name."""
+"""TRL's columns that get the reference, unless the rows have a column of that name."""
 _TAKES = (
     "a grader is called as function(completion, answer) or function(completion, answer, row), with prompt,"
     " completion_tokens and finish_reason for parameters of these names; a batched one as function(completions,"
@@ -32,19 +32,19 @@ _TAKES = (
 
 
 class Sample(NamedTuple):
-    """One completion, and what there is to know about it."""
+    """One completion, and all that a grader may use."""
 
     completion: str
     answer: str
     row: Mapping[str, Any]
     prompt: str = ""
-    """As the model was given it."""
+    """As the model got it."""
     completion_tokens: int = 0
     finish_reason: str = "stop"
 
 
 class GradingFailed(Exception):
-    """A grading failed; the text says how."""
+    """A grading failed; the text is the failure's."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +52,23 @@ class Calling:
     """A grader, ready to be called."""
 
     call: Callable[[Any], Any]
-    """With a `Sample`, or with a list of them."""
+    """Takes a `Sample`, or a list of them."""
     takes_lists: bool
-    """It grades several at a time and returns a list."""
+    """It grades several samples at a time and returns a list."""
     is_async: bool
     wants_context: bool
-    """It asks for the row or the prompt."""
+    """It needs the row or the prompt."""
 
 
 def calling_of(function: Callable[..., Any]) -> Calling:
-    """Raises TypeError if it cannot be called as a grader; the text continues its name."""
+    """Raises TypeError if it cannot be called as a grader; the error's text continues a sentence about the grader."""
     import inspect
 
-    own_call = getattr(function, "__call__", None)  # noqa: B004 - of an object, whose method may be a coroutine function
+    own_call = getattr(function, "__call__", None)  # noqa: B004 - an object's method may be a coroutine function
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(own_call)
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some functions written in C have none
+    except (ValueError, TypeError):  # some functions written in C have no signature
         return Calling(lambda one: function(one.completion, one.answer), False, is_async, False)
     parameters = signature.parameters.values()
     named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
@@ -80,7 +80,7 @@ def calling_of(function: Callable[..., Any]) -> Calling:
 
     if "completions" in named or "completion_ids" in needed:
         wants_chat = _annotated(named["completions"]) if "completions" in named else None
-        if wants_chat is None and "answers" in named and not takes_any:  # our form: TRL's takes all columns
+        if wants_chat is None and "answers" in named and not takes_any:  # our form: TRL's functions take all columns
             wants_chat = False
         call = functools.partial(_call_with_columns, function, needed, chosen, wants_chat)
         return Calling(call, True, is_async, True)
@@ -89,8 +89,8 @@ def calling_of(function: Callable[..., Any]) -> Calling:
         values: Callable[[Any], dict[str, Any]] = _verl_lists if takes_lists else _verl
         blank = Sample("", "", {})
         if unknown := needed - values([blank] if takes_lists else blank).keys():
-            raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not to be had here: {_TAKES}")
-        return Calling(lambda given: function(**chosen(values(given))), takes_lists, is_async, True)
+            raise TypeError(f"takes {signature}, of which '{min(unknown)}' is not available here: {_TAKES}")
+        return Calling(lambda samples: function(**chosen(values(samples))), takes_lists, is_async, True)
     return _native(function, signature, [name for name in _CONTEXT if name in named], is_async)
 
 
@@ -102,14 +102,14 @@ def _native(function: Callable[..., Any], signature: Any, context: Sequence[str]
     row = signature.parameters.get("row")
     is_third = [*signature.parameters][2:3] == ["row"] and row.kind is row.POSITIONAL_OR_KEYWORD
     names = [name for name in context if not (is_third and name == "row")]
-    for count in (3,) if is_third else (2, 3):  # of the fields of a `Sample`, which begins with these
+    for count in (3,) if is_third else (2, 3):  # how many of a `Sample`'s first fields are positional arguments
         try:
             signature.bind(*[""] * count, **dict.fromkeys(names))
         except TypeError:
             continue
 
         def call(one: Sample, count: int = count) -> Any:
-            if not names:  # a microsecond less, of the seven that a cheap grading takes
+            if not names:  # saves a microsecond of the seven that a cheap grading takes
                 return function(*one[:count])
             return function(*one[:count], **{name: getattr(one, name) for name in names})
 
@@ -121,7 +121,7 @@ def _native(function: Callable[..., Any], signature: Any, context: Sequence[str]
 
 
 def _verl(sample: Sample) -> dict[str, Any]:
-    """What verl hands to a `compute_score`: the reference as the row has it, which need not be text."""
+    """verl's arguments of a `compute_score`. `ground_truth` is the row's own, which need not be text."""
     model = sample.row.get("reward_model")
     truth = model.get("ground_truth", sample.answer) if isinstance(model, Mapping) else sample.answer
     return {
@@ -141,7 +141,7 @@ def _verl_lists(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 class _TokenCount(Sequence[int]):
-    """Stands for a completion's token ids, of which a grader is told the number only: most length rewards need that."""
+    """Stands for a completion's token ids, of which graders get only the number: most length rewards need no more."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -150,7 +150,7 @@ class _TokenCount(Sequence[int]):
         return self._count
 
     def __getitem__(self, place: Any) -> Any:
-        raise GradingFailed("asks for token ids; a grader is told their number only, which is len(completion_ids[i])")
+        raise GradingFailed("asks for token ids; a grader gets only their number, which is len(completion_ids[i])")
 
 
 def _call_with_columns(
@@ -168,7 +168,7 @@ def _call_with_columns(
 
 
 def _columns(samples: Sequence[Sample], wants_chat: bool | None) -> dict[str, list[Any]]:
-    """Keyword arguments as TRL's trainers make them: a list for each column of the rows, beside its own three."""
+    """Keyword arguments as TRL's trainers pass them: a list for each column of the rows, and TRL's own three lists."""
     names = {name: None for one in samples for name in one.row if name not in ("prompt", "completion")}
     values: dict[str, list[Any]] = {name: [one.answer for one in samples] for name in _REFERENCES}
     values |= {name: [getattr(one, name) for one in samples] for name in ("completion_tokens", "finish_reason")}
@@ -176,19 +176,19 @@ def _columns(samples: Sequence[Sample], wants_chat: bool | None) -> dict[str, li
     prompts: list[Any] = []
     completions: list[Any] = []
     for one in samples:
-        given = one.row.get("prompt")
-        is_chat = isinstance(given, (list, tuple)) if wants_chat is None else wants_chat
+        column = one.row.get("prompt")
+        is_chat = isinstance(column, (list, tuple)) if wants_chat is None else wants_chat
         if is_chat:
-            prompts.append(given if isinstance(given, (list, tuple)) else [{"role": "user", "content": one.prompt}])
+            prompts.append(column if isinstance(column, (list, tuple)) else [{"role": "user", "content": one.prompt}])
             completions.append([{"role": "assistant", "content": one.completion}])
         else:
-            prompts.append(given if isinstance(given, str) else one.prompt)
+            prompts.append(column if isinstance(column, str) else one.prompt)
             completions.append(one.completion)
     ids = [_TokenCount(one.completion_tokens) for one in samples]
     return values | {"prompts": prompts, "completions": completions, "completion_ids": ids}
 
 
 def _annotated(parameter: Any) -> bool | None:
-    """Whether `completions` is annotated as chats (True) or as texts; None: it does not say."""
-    written = str(getattr(parameter, "annotation", "")).lower()
-    return True if "list[list" in written or "list[typing.list" in written else False if "list[str" in written else None
+    """Whether `completions` is annotated as chats (True) or as texts (False); None: neither."""
+    text = str(getattr(parameter, "annotation", "")).lower()
+    return True if "list[list" in text or "list[typing.list" in text else False if "list[str" in text else None

@@ -1,12 +1,12 @@
-"""The built-in graders by their names; loads a user's, calls it, and checks what it returns.
+"""The built-in graders by their names; loads a user's grader, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
 imports them. How a grader is called: `calling.py`.
 
-What may come back. A finite number of any kind: bool, int, float, Decimal, Fraction, a numpy scalar, a tensor without
-dimensions (whatever has `.item()` and no dimensions). A `Grade`. A mapping with a `score`, as verl's functions return
-it. A function that is given lists returns a list of these, in which None stands for a completion that it does not
-judge. All else is a failure that says what it was.
+A grader may return a finite number of any kind (bool, int, float, Decimal, Fraction, a numpy scalar, a tensor without
+dimensions, or whatever else has `.item()` and no dimensions), a `Grade`, or a mapping with a `score`, as verl's
+functions do. A function that takes lists returns a list of these, in which None means that it does not judge that
+completion. Anything else is a failure whose text shows what was returned.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ BUILT_IN = {
     "math_boxed": "dppo_megatron.rewards.math.grader:grade_math_boxed",
     "final_answer": "dppo_megatron.rewards.functions:final_answer",
 }
-"""Names that the config may have instead of `module:function`."""
+"""Names that the config accepts besides `module:function`."""
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _MARKED = re.compile(r"####?\s*([^\n]*)")
 _LONGEST_TEXT = 10_000
-"""Characters of `extracted` and `why` that are kept: a grader may copy a megabyte of braces into them."""
+"""How many characters of `extracted` and `why` are kept: a grader may copy a megabyte of braces into them."""
 _LONGEST_REASON = 300
 
 
@@ -54,7 +54,7 @@ class NamedFunction:
 
 
 Mode = Literal["each", "batch", "async"]
-"""How a process grades its samples: one after another, many in a call, or many at a time in an event loop."""
+"""How a process grades its samples: one after another, many in one call, or many at a time in an event loop."""
 
 
 class Rewards:
@@ -73,24 +73,24 @@ class Rewards:
         self.mode: Mode = "async" if any(calling.is_async for calling in callings) else "batch" if is_batch else "each"
 
     def grade(self, sample: Sample) -> Any:
-        """A plain float where there is no more to say, else a dict of a Grade's fields; a failure is one as well."""
+        """A float if there is nothing but a reward, else a dict with fields of `Grade`, also for a failure."""
         if self._is_one:
             return _graded(self._functions[0][1], sample)
         return self._combined(_graded(calling, sample) for _, calling in self._functions)
 
     def grade_together(self, samples: Sequence[Sample]) -> list[Any]:
-        """As `grade`, for each."""
-        said = [_graded_together(calling, samples) for _, calling in self._functions]
-        return [self._combined(results) for results in zip(*said, strict=True)]
+        """As `grade`, for each sample."""
+        by_function = [_graded_together(calling, samples) for _, calling in self._functions]
+        return [self._combined(results) for results in zip(*by_function, strict=True)]
 
     async def grade_async(self, sample: Sample) -> Any:
-        """As `grade`. Several functions wait for each other: together they have one time limit."""
-        said: list[Any] = []
+        """As `grade`. Several functions run one after another, within a single time limit."""
+        results: list[Any] = []
         for _, calling in self._functions:
-            said.append(await _graded_async(calling, sample))
-            if _has_failed(said[-1]):
+            results.append(await _graded_async(calling, sample))
+            if _has_failed(results[-1]):
                 break
-        return self._combined(said)
+        return self._combined(results)
 
     def _combined(self, results: Iterable[Any]) -> Any:
         if self._is_one:
@@ -99,14 +99,14 @@ class Rewards:
         first: dict[str, Any] = {}
         facts: dict[str, float] = {}
         parts: dict[str, float] = {}
-        for (item, _), said in zip(self._functions, results, strict=False):  # shorter after a failure
-            fields = said if isinstance(said, dict) else {"reward": said}
+        for (item, _), result in zip(self._functions, results, strict=False):  # a failure ends `results` early
+            fields = result if isinstance(result, dict) else {"reward": result}
             if _has_failed(fields):
                 return fields | {"failure": f"{fields['failure']}, in its part '{item.name}'"}
-            if "failure" in fields:
+            if "failure" in fields:  # it does not judge this completion
                 continue
             first = first or fields
-            facts = fields.get("facts", {}) | facts  # the first one's are kept
+            facts = fields.get("facts", {}) | facts  # of two with one name the first is kept
             parts[item.name] = fields["reward"]
             total += item.weight * fields["reward"]
         if not parts:
@@ -117,18 +117,18 @@ class Rewards:
 
 
 _NOT_JUDGED = {"failure": "returned None for this completion"}
-"""Of a function that is given lists; of several functions the others decide."""
+"""For a None in the list that a function returns. If there are other functions, they decide."""
 
 
-def _has_failed(said: Any) -> bool:
-    return isinstance(said, dict) and "failure" in said and said != _NOT_JUDGED
+def _has_failed(result: Any) -> bool:
+    return isinstance(result, dict) and "failure" in result and result != _NOT_JUDGED
 
 
 def _load(item: NamedFunction) -> Calling:
     module_name, _, name = item.path.partition(":")
     try:
         function: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
-    except BaseException as error:  # a module that calls sys.exit() or fails in any other way
+    except BaseException as error:  # also SystemExit, of a module that calls sys.exit()
         is_shipped = isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] == "examples"
         hint = "; `dppo-megatron init DIR` copies the shipped examples to DIR" if is_shipped else ""
         raise ValueError(f"{item.key} cannot be imported: {_described(error)}{hint}") from None
@@ -149,12 +149,12 @@ def _graded(calling: Calling, sample: Sample) -> Any:
 
 
 def _graded_together(calling: Calling, samples: Sequence[Sample]) -> list[Any]:
-    """What fails for many is tried for each alone: a failure costs one sample."""
+    """If a call with several samples fails, each is tried alone, so that a failure costs one sample."""
     if not calling.takes_lists:
         return [_graded(calling, sample) for sample in samples]
     try:
         return _listed(calling.call(samples), len(samples))
-    except _WrongCountError as error:  # alone it might return one, and be believed
+    except _WrongCountError as error:  # not tried alone: one result for one sample would be accepted
         return [_failure(error) for _ in samples]
     except BaseException as error:
         if len(samples) == 1:
@@ -179,7 +179,7 @@ class _WrongCountError(GradingFailed):
 
 
 def _listed(results: Any, count: int) -> list[Any]:
-    """Raises GradingFailed: these are not `count` results, or one is no result."""
+    """Raises GradingFailed if these are not `count` results, or one of them is not a valid result."""
     rows = results.tolist() if callable(getattr(results, "tolist", None)) else results
     if not isinstance(rows, (list, tuple)):
         raise GradingFailed(f"returned {_shown(results)}, not a list of {count}")
@@ -189,7 +189,7 @@ def _listed(results: Any, count: int) -> list[Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """SystemExit too: it is the sample that ends, not the process."""
+    """`error` as a failure; SystemExit too, which must not end the process."""
     if isinstance(error, GradingFailed):
         return {"failure": str(error)}
     if isinstance(error, MemoryError):
@@ -199,26 +199,26 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _was_never_sent(error: BaseException | None) -> bool:
-    """A judge did not take the call, so nothing of the completion can be the reason. What ends later than that (a
-    reset, a status, a time-out) can be: it may be long, or break the judge. So can what fails once a call was refused:
-    a way of doing without the judge that cannot read this completion, a second call that takes too long."""
-    for _ in range(16):  # a chain of causes may be a ring
+    """Whether a judge refused the connection, so that the completion cannot be the cause. It can cause what fails after
+    a connection (a reset, a status, a timeout), since it may be long or break the judge, and what fails while a refusal
+    is handled: a fallback without the judge that cannot read this completion, a second call that takes too long."""
+    for _ in range(16):  # the chain of causes may be circular
         if isinstance(error, ConnectionRefusedError) or type(error).__name__ == "gaierror":  # without importing socket
             return True
-        wraps = type(error).__name__ in ("ConnectionError", "URLError")  # of requests and urllib, without a `from`
+        wraps = type(error).__name__ in ("ConnectionError", "URLError")  # requests and urllib raise them without `from`
         error = error and (error.__cause__ or (error.__context__ if wraps else None))
     return False
 
 
 def _fields(result: Any) -> Any:
-    """A number as a float, a Grade or a mapping with a score as a dict of what it holds.
+    """A number as a float; a Grade or a mapping with a score as a dict of its fields.
 
     Raises:
-        GradingFailed: it is none of them, or holds something that is not what it should be.
+        GradingFailed: it is none of them, or one of its values has a wrong type.
     """
     if isinstance(result, Mapping) and "score" in result:
         return _scored(result)
-    types = sys.modules.get("dppo_megatron.types")  # where it is not imported there is no Grade
+    types = sys.modules.get("dppo_megatron.types")  # if the grader has not imported it, it returns no Grade
     if types is None or not isinstance(result, types.Grade):
         return _number(result, "")
     if result.failure:
@@ -229,24 +229,24 @@ def _fields(result: Any) -> Any:
         fields["extracted"] = _truncated(str(extracted), _LONGEST_TEXT)
     if why:
         fields["why"] = _truncated(str(why), _LONGEST_TEXT)
-    for name, held in (("facts", result.facts), ("parts", result.parts)):
-        if not held and type(held) is dict:
+    for name, values in (("facts", result.facts), ("parts", result.parts)):
+        if not values and type(values) is dict:
             continue
-        if type(held) is not dict and not isinstance(held, Mapping):
-            raise GradingFailed(f"returned a Grade whose {name} are {_shown(held)}, not a mapping")
-        if held:
+        if type(values) is not dict and not isinstance(values, Mapping):
+            raise GradingFailed(f"returned a Grade whose {name} are {_shown(values)}, not a mapping")
+        if values:
             fields[name] = {
-                # the sentence for a value that is wrong is made only for one that may be
+                # `_number`'s message is not formatted for floats, which most values are
                 _truncated(str(key), _LONGEST_TEXT): value
                 if _is_float(value)
                 else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
-                for key, value in held.items()
+                for key, value in values.items()
             }
     return fields
 
 
 def _scored(result: Mapping[Any, Any]) -> dict[str, Any]:
-    """verl's dictionary: other numbers are facts, `pred` is what was extracted, and the rest is for verl's own log."""
+    """verl's dictionary: other numbers are facts, `pred` is the extracted answer, and the rest is ignored."""
     fields: dict[str, Any] = {"reward": _number(result["score"], "a score that is ")}
     facts: dict[str, float] = {}
     for name, value in result.items():
@@ -255,8 +255,8 @@ def _scored(result: Mapping[Any, Any]) -> dict[str, Any]:
                 facts[_truncated(str(name), _LONGEST_TEXT)] = _number(value, "")
     if facts:
         fields["facts"] = facts
-    if isinstance(found := result.get("pred"), str):
-        fields["extracted"] = _truncated(found, _LONGEST_TEXT)
+    if isinstance(extracted := result.get("pred"), str):
+        fields["extracted"] = _truncated(extracted, _LONGEST_TEXT)
     return fields
 
 
@@ -267,21 +267,21 @@ def _is_float(value: Any) -> bool:
 def _number(value: Any, where: str) -> float:
     if _is_float(value):
         return float(value)
-    found = f"returned {where}{_shown(value)}"
+    failure = f"returned {where}{_shown(value)}"
     if isinstance(value, (bool, numbers.Real, Decimal)):
         number = value
     elif callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
         number = value.item()
         if not isinstance(number, (bool, int, float)):
-            raise GradingFailed(found)
+            raise GradingFailed(failure)
     else:
-        raise GradingFailed(found)
+        raise GradingFailed(failure)
     try:
         as_float = float(number)
     except (OverflowError, ValueError):
-        raise GradingFailed(f"{found}, which is too large") from None
+        raise GradingFailed(f"{failure}, which is too large") from None
     if not math.isfinite(as_float):
-        raise GradingFailed(found)
+        raise GradingFailed(failure)
     return as_float
 
 
@@ -309,7 +309,7 @@ def _shown(value: Any) -> str:
 
 
 def _truncated(text: str, length: int) -> str:
-    """A lone surrogate, which no message can carry, becomes a text like `\\ud800`."""
+    """At most `length` characters; a lone surrogate, which no message can carry, is escaped, as in `\\ud800`."""
     text = text if len(text) <= length else text[: length - 3] + "..."
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
@@ -317,11 +317,11 @@ def _truncated(text: str, length: int) -> str:
 def final_answer(completion: str, answer: str) -> float:
     """1.0 if the completion's last marked final answer equals the reference, else 0.0.
 
-    A final answer is marked by `\\boxed{...}` or, as in GSM8K, follows `####`. Spaces, a closing period and
-    thousands separators are ignored; nothing else is: `math` is the grader for what people write. A completion without
-    a mark scores 0, and so does one whose last box is not closed, whatever an earlier one holds.
+    A final answer is marked by `\\boxed{...}` or, as in GSM8K, follows `####`. Only spaces, a final period and
+    thousands separators are ignored; `math` is the grader for answers in other notations. A completion without a mark
+    scores 0, and so does one whose last box is not closed, even if an earlier one is right.
     """
-    from dppo_megatron.rewards.math.clean import closing  # its tables are not for every grader's process
+    from dppo_megatron.rewards.math.clean import closing  # here, since other graders' processes do not need its tables
 
     if boxes := list(_BOX.finditer(completion)):
         start = boxes[-1].end()

@@ -1,5 +1,5 @@
-"""Grades completions into groups. A failed grading is counted, not scored 0: a broken grader must not look like a weak
-model."""
+"""Grades completions, and builds groups of them. A failed grading is counted and not scored 0: a broken grader must not
+look like a weak model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", 
 
 
 def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1) -> Grader:
-    """The configured grader. Nothing is imported and no process started before it is used.
+    """The configured grader. It is imported, in its processes, when it is first used.
 
     Args:
-        key: the section that holds the settings, for messages.
-        shared_by: graders like this one in the job, which share its limit on gradings in a minute.
+        key: the section of the settings, for messages.
+        shared_by: number of such graders in the job; together they keep to `max_per_minute`.
 
     Raises:
         UserError: neither a built-in name nor `module:function`.
@@ -59,12 +59,12 @@ def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1
 
 
 class Graders:
-    """The graders of a job, each for the completions whose `graded_by` names it. Equal settings share one. Any thread
-    may call it. A rollout client makes its own: `partial(Graders, rewards)` is what `ServerEngine` takes as
-    `client_hook`.
+    """The graders of a job, each for the completions whose `graded_by` names it. Sections with equal settings share a
+    grader. Any thread may call it. A rollout client makes its own: `ServerEngine` takes `partial(Graders, rewards)` as
+    its `client_hook`.
 
     Args:
-        rewards: settings by the section that holds them (`resolved_sets.set_rewards`).
+        rewards: section -> its settings (`resolved_sets.set_rewards`).
         shared_by: as in `make_grader`.
 
     Raises:
@@ -77,49 +77,49 @@ class Graders:
         self.share(shared_by)
 
     def share(self, by: int) -> None:
-        """From now on the limits are shared by so many; the processes end, and grading again starts others."""
+        """Share the limits among `by` graders from now on. The processes end; the next grading starts new ones."""
         self.close()
-        self._shared_by, made = by, dict[str, Grader]()
+        self._shared_by, graders = by, dict[str, Grader]()
         for key, reward in self.rewards.items():
-            same = next((one for other, one in made.items() if self.rewards[other] == reward), None)
-            made[key] = same or make_grader(reward, key, shared_by=by)
-        self._graders = made
+            same = next((one for other, one in graders.items() if self.rewards[other] == reward), None)
+            graders[key] = same or make_grader(reward, key, shared_by=by)
+        self._graders = graders
 
     def __getitem__(self, key: str) -> Grader:
         return self._graders[key]
 
     def alone(self) -> Graders:
-        """With the whole of the limits, for one rank that grades while no other does; itself where it shares none."""
+        """Graders with unshared limits, for a rank that grades while no other does; itself if it shares no limit."""
         return self if self._shared_by == 1 else Graders(self.rewards)
 
     def key_of(self, set_key: str) -> str:
-        """The settings of the rewards of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""
+        """The section with the reward settings of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""
         return key if (key := f"{set_key}.reward") in self.rewards else "reward"
 
     def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
         """As `Grader.submit`."""
-        members: dict[str, list[int]] = {}
-        for place, task in enumerate(tasks):
-            members.setdefault(task.graded_by, []).append(place)
-        asked = [(of, self[key].submit([tasks[place] for place in of])) for key, of in members.items()]
-        if len(asked) == 1:
-            return asked[0][1]
+        by_grader: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            by_grader.setdefault(task.graded_by, []).append(index)
+        parts = [(rows, self[key].submit([tasks[index] for index in rows])) for key, rows in by_grader.items()]
+        if len(parts) == 1:
+            return parts[0][1]
         whole: Future[list[Grade]] = Future()
 
         def done(part: Future[list[Grade]]) -> None:
-            with suppress(InvalidStateError):  # cancelled, or another part was the last one at the same time
+            with suppress(InvalidStateError):  # cancelled, or two parts ended at the same time
                 if part.cancelled():
                     whole.cancel()
                 elif (error := part.exception()) is not None:
                     whole.set_exception(error)
-                elif all(one.done() for _, one in asked):
-                    found = {place: grade for of, one in asked for place, grade in zip(of, one.result(), strict=True)}
-                    whole.set_result([found[place] for place in range(len(tasks))])
+                elif all(one.done() for _, one in parts):
+                    grades = {i: grade for rows, one in parts for i, grade in zip(rows, one.result(), strict=True)}
+                    whole.set_result([grades[index] for index in range(len(tasks))])
 
-        whole.add_done_callback(lambda _: [one.cancel() for _, one in asked])
-        for _, one in asked:
+        whole.add_done_callback(lambda _: [one.cancel() for _, one in parts])
+        for _, one in parts:
             one.add_done_callback(done)
-        if not asked:
+        if not parts:
             whole.set_result([])
         return whole
 
@@ -132,10 +132,10 @@ class Graders:
             future.cancel()
 
     def close(self, keys: Collection[str] | None = None) -> None:
-        """End the processes of all, or of those that only `keys` use; grading again starts others."""
-        needed = [] if keys is None else [one for key, one in self._graders.items() if key not in keys]
+        """End the processes of all graders, or of those that only `keys` use. The next grading starts new ones."""
+        kept = [] if keys is None else [one for key, one in self._graders.items() if key not in keys]
         for one in self._graders.values():
-            if one not in needed:
+            if one not in kept:
                 one.close()
 
 
@@ -146,33 +146,34 @@ def grade_groups(
     sizes: Sequence[int],
     known: Mapping[int, Grade] | None = None,
 ) -> list[Group]:
-    """The groups of `selected`, graded in one call; an unfinished completion is not graded, since a wrong answer is
-    not what it is.
+    """The groups of `selected`, graded in one call. A completion that was not sampled to its end is not graded: that
+    would make it look like a wrong answer.
 
     Args:
-        completions: the groups one after another, of these `sizes`.
-        known: position in `completions` -> its grade, where a rollout client has graded it already.
+        completions: those of all groups, one group after another.
+        sizes: number of completions of each group.
+        known: position in `completions` -> its grade, if a rollout client has graded it already.
     """
-    never = {"abort": failed(UNSAMPLED), "early": STOPPED_EARLY}
-    graded = {i: never[one.finish_reason] for i, one in enumerate(completions) if one.finish_reason in never}
+    unfinished = {"abort": failed(UNSAMPLED), "early": STOPPED_EARLY}
+    graded = {i: unfinished[one.finish_reason] for i, one in enumerate(completions) if one.finish_reason in unfinished}
     graded |= known or {}
-    open_ones = [i for i in range(len(completions)) if i not in graded]
+    ungraded = [i for i in range(len(completions)) if i not in graded]
     starts = [0, *itertools.accumulate(sizes)]
     group = [k for k, size in enumerate(sizes) for _ in range(size)]
-    if open_ones:
+    if ungraded:
         tasks = [
             GradeTask.of(
                 selected[group[i]].prompt, one.text, i - starts[group[i]], len(one.token_ids), one.finish_reason
             )
-            for i, one in ((i, completions[i]) for i in open_ones)
+            for i, one in ((i, completions[i]) for i in ungraded)
         ]
-        graded |= zip(open_ones, grader.grade(tasks), strict=True)
+        graded |= zip(ungraded, grader.grade(tasks), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []
     for position, item in enumerate(selected):
-        mine = slice(starts[position], starts[position + 1])
-        rewards = np.array([grade.reward for grade in grades[mine]], dtype=np.float64)
-        groups.append(Group(item, tuple(completions[mine]), rewards, tuple(grades[mine])))
+        members = slice(starts[position], starts[position + 1])
+        rewards = np.array([grade.reward for grade in grades[members]], dtype=np.float64)
+        groups.append(Group(item, tuple(completions[members]), rewards, tuple(grades[members])))
     return groups
 
 

@@ -1,5 +1,5 @@
-"""Metrics of a step's gradings; those that failed, as grades and in the log; the check that stops the run when too many
-of them fail."""
+"""Metrics of a step's gradings; the grade and the log lines of failed ones; the check that stops the run when too many
+fail."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from dppo_megatron.texts import entry
 from dppo_megatron.types import UNSAMPLED, FloatArray, Grade, Group, IntArray, RunAborted
 
 FACTS = ("parsed_share", "boxed_share")
-"""Facts of the `math` grader: null in a step in which no grading has them, so that the columns are always there."""
+"""Facts of the `math` grader. They are null in a step where no grading has them, so that the columns always exist."""
 _SHOWN = 5
-"""Failures of one call that are logged one by one, if they differ."""
+"""How many different failures of one call are logged one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradeTable:
-    """What a step's metrics need of its gradings, as columns: 16,384 grades travel between ranks as a few arrays."""
+    """What a step's metrics need of its gradings, as columns: 16,384 grades are sent between ranks as a few arrays."""
 
     prompt: IntArray
     """[n] index of each grading's prompt."""
     weight: FloatArray
-    """[n] inverse inclusion probability of each grading's prompt, over the size of its group, times what it counts for
-    completions that were stopped early, which have none."""
+    """[n] inverse inclusion probability of each grading's prompt, over the size of its group, times what the completion
+    counts for those of its group that were stopped early, which have no grading."""
     reward: FloatArray
     """[n], NaN where grading failed."""
     facts: dict[str, FloatArray]
-    """[n] each fact, NaN where a grading does not have it."""
+    """Name -> [n], NaN where a grading does not have the fact."""
     parts: dict[str, FloatArray]
-    """[n] each named reward, likewise. Apart from the facts: a reward's name is the user's, and may be a fact's."""
+    """Named reward -> [n], NaN likewise. Not merged with `facts`, since the user's names may be those of facts."""
     failures: dict[str, int]
-    """How often grading failed, by reason."""
+    """Reason -> how often grading failed for it."""
 
     @staticmethod
     def of(groups: Iterable[Group]) -> GradeTable:
@@ -62,7 +62,7 @@ class GradeTable:
 
     @staticmethod
     def join(tables: Sequence[GradeTable]) -> GradeTable:
-        """One behind the other."""
+        """The rows of all `tables`, one after another."""
         failures: collections.Counter[str] = collections.Counter()
         for table in tables:
             failures.update(table.failures)
@@ -75,20 +75,19 @@ class GradeTable:
             dict(failures),
         )
 
-    def made_up(self, prompt: IntArray, factor: FloatArray) -> GradeTable:
-        """Its gradings of each of the step's prompts [k] times what a completion there counts for missing ones."""
+    def reweighted(self, prompt: IntArray, factor: FloatArray) -> GradeTable:
+        """Weights times `factor` [k]: what a completion of each of the step's prompts [k] counts for missing ones."""
         order = np.argsort(prompt)
         return replace(self, weight=self.weight * factor[order[np.searchsorted(prompt, self.prompt, sorter=order)]])
 
 
 def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, float]:
-    """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN over none.
+    """`reward/timeouts`, and the means of facts and parts over the gradings that have them; NaN if none has.
 
-    Means are weighted by the prompts' inverse inclusion probabilities and with what is missing `made_up`, as
-    `reward/mean` is, so that the `parts`, which are the configured rewards, add up to it.
+    Means have the table's weights, as `reward/mean` has: the `parts`, which are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
-    taken = ("mean", "failed_count", "timeouts")  # other metrics' names
+    taken = ("mean", "failed_count", "timeouts")  # names of other metrics
     facts = [name for name in (*table.facts, *FACTS) if name not in taken]
     means = {name: _mean(table.weight, table.facts.get(name)) for name in facts}
     means |= {name: _mean(table.weight, table.parts.get(name)) for name in parts}
@@ -96,22 +95,22 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
 
 
 def set_metrics(table: GradeTable, parts: Sequence[str], name: str) -> dict[str, float]:
-    """`reward/<name>/...` of a set with rewards of its own: what all sets together have under `reward/`."""
+    """`reward/<name>/...` of a set with rewards of its own: the metrics that all sets together have under `reward/`."""
     failures = sum(count for failure, count in table.failures.items() if not failure.startswith(UNSAMPLED))
-    own = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(failures)}
-    found = own | grading_metrics(table, parts)
-    return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in found.items()}
+    metrics = {"reward/mean": _mean(table.weight, table.reward), "reward/failed_count": float(failures)}
+    metrics |= grading_metrics(table, parts)
+    return {key.replace("reward/", f"reward/{name}/", 1): value for key, value in metrics.items()}
 
 
 def check_failures(table: GradeTable, reward: RewardConfig, step: int, key: str = "reward") -> None:
-    """Look at the gradings of `step` so far, those by the settings `reward` of the section `key`.
+    """Check the gradings of `step` so far that were made with the settings `reward`, from the section `key`.
 
-    Too many failed ones are more than `reward.max_failed_share` of them, but never a single one, unless the share is 0:
-    in a step of four completions one failure is 25 %, and no sign of a broken grader. Completions that were not sampled
-    to their end are among them.
+    More failures than `reward.max_failed_share` are too many. A single one never is, unless the share is 0: in a step
+    of four completions one failure is 25 %, and no sign of a broken grader. Completions that were not sampled to their
+    end count as failures.
 
     Raises:
-        RunAborted: too many have failed; it says how and how many.
+        RunAborted: too many failed; the message has their number and the most common reasons.
     """
     total, failed, share = len(table.weight), sum(table.failures.values()), reward.max_failed_share
     if failed > (max(share * total, 1.0) if share else 0):
@@ -128,7 +127,7 @@ def _counts(group: Group) -> Sequence[float]:
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
-    """[n] mappings to one column [n] for each name in any of them.
+    """[n] mappings as columns: for each name in any of them an array [n].
 
     Example: [{"a": 1.0}, {}, {"a": 0.0}] -> {"a": [1, NaN, 0]}.
     """
@@ -138,28 +137,29 @@ def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
 
 def _joined(tables: Sequence[Mapping[str, FloatArray]], sizes: Sequence[int]) -> dict[str, FloatArray]:
     names = {name: None for table in tables for name in table}
-    missing = [np.full(size, math.nan) for size in sizes]
+    blanks = [np.full(size, math.nan) for size in sizes]
     return {
-        name: np.concatenate([table.get(name, nothing) for table, nothing in zip(tables, missing, strict=True)])
+        name: np.concatenate([table.get(name, blank) for table, blank in zip(tables, blanks, strict=True)])
         for name in names
     }
 
 
 def _mean(weight: FloatArray, values: FloatArray | None) -> float:
-    there = np.zeros(0, np.bool_) if values is None else ~np.isnan(values)
-    if values is None or not weight[there].sum():
+    if values is None:
         return math.nan
-    return float((weight[there] * values[there]).sum() / weight[there].sum())
+    known = ~np.isnan(values)
+    total = weight[known].sum()
+    return float((weight[known] * values[known]).sum() / total) if total else math.nan
 
 
 def failed(why: str) -> Grade:
-    """What a grading comes to that has failed."""
+    """The grade of a grading that failed: a NaN reward and the reason."""
     return Grade(math.nan, failure=why)
 
 
 def log_failures(log: logging.Logger, labels: Sequence[str], grades: Sequence[Grade]) -> None:
-    """The first few that differ, each with a label and its traceback; the others as a count of each kind: one bad
-    grader can fail thousands."""
+    """Log the first few different failures, each with its label and traceback, and a count of each kind of the others:
+    one bad grader can fail thousands of gradings."""
     shown: set[str] = set()
     others: collections.Counter[str] = collections.Counter()
     for label, grade in zip(labels, grades, strict=True):

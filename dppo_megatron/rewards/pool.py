@@ -1,28 +1,28 @@
-"""Graders in processes that can be killed: one that hangs or crashes costs its sample, not the run.
+"""Graders in processes that can be killed: a grader that hangs or crashes costs one sample, not the run.
 
-Math graders parse what a model wrote, and some inputs make them run for ever or take their interpreter down. A hang
-inside C code cannot be interrupted from within, so each sample has a deadline after which its process is killed and
-replaced. Such a grading is a failure with a reason; it is never a reward of 0.
+Math graders parse what a model wrote, and some inputs make them run for ever or crash their interpreter. A hang inside
+C code cannot be interrupted from within the process, so each sample has a deadline, after which its process is killed
+and replaced. Such a grading is a failure with a reason, and never a reward of 0.
 
-Samples of all calls wait in one queue. A lane is a thread with a process; it takes a chunk of samples, since most
-gradings cost less than a message: as many as are about 20 ms of work at the speed seen so far. Each sample still has
-its own deadline, by the board that the process keeps (`messages.py`). Those behind a slow sample of their chunk go back
-to the front of the queue, so k hangs over p processes cost about ceil(k / p) timeouts:
+Samples of all calls wait in one queue. A lane is a thread with a process. It takes samples in chunks of about 20 ms of
+work at the speed measured so far, since most gradings cost less than a message. Each sample still has its own deadline,
+by the board that the process keeps (`messages.py`). Samples behind a slow one of their chunk are put back at the front
+of the queue, so that k hangs over p processes cost about ceil(k / p) timeouts:
 
     caller: submit ──▶ queue ──▶ lane ──▶ process     a lane waits for the queue, then for its process or a deadline
     caller: waits for the batch's future ◀── lane     the last grade of a batch completes it
 
     four samples, two lanes, timeout 1 s; h hangs, a to c do not
-    chunks [h a] [b c]  ->  b, c done, a given back and done by the other lane, h given up after 1 s
+    chunks [h a] [b c]  ->  b, c done, a put back and done by the other lane, h has failed after 1 s
 
-If it is unclear which sample ended a process (it could not write its answers, say), the candidates are graded again one
-at a time, and a sample that then ends a process alone is the cause. So a sample costs at most two processes, and no
-mix of behaviours can repeat for ever.
+If it is unclear which sample ended a process (because its answers could not be written, for example), the candidates
+are graded again one at a time, and one that then ends its process is the cause. So a sample costs at most two
+processes, and no mix of behaviours can repeat for ever.
 
-A grader that takes lists gets its chunk in one call, which has the time limit of one sample. One that is asynchronous
-keeps up to `max_concurrent` samples open: its lane hands on what comes in meanwhile, looking 50 times a second, and the
-process itself ends each at its deadline. The lane acts only if an event loop is blocked. Samples that a process has
-taken with it are tried together once more before each is graded alone: a judge would make an hour of that.
+A grader that takes lists gets its chunk in one call, with the time limit of one sample. An asynchronous grader keeps up
+to `max_concurrent` samples open. Its lane checks 50 times a second for new samples, and the process itself cancels each
+at its deadline; the lane kills it only if the event loop is blocked. Samples that were open when a process ended are
+tried together once more before each is graded alone, which would take an hour with a slow judge.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ _log = logging.getLogger(__name__)
 _START_S = 120.0
 """How long a process may take to import the grader's module."""
 _SLOW_S = 0.05
-"""A sample that takes longer has those behind it taken away."""
-_DYING_S = 0.5
-"""Between the end of a process's pipe and its own."""
-_STARTS = 3
-"""Starts in a row that may fail, once one has succeeded, before a lane gives up."""
+"""When a sample takes longer than this, those behind it are put back for other lanes."""
+_EXIT_S = 0.5
+"""How long a process may take to end after its pipe was closed."""
+_MAX_STARTS = 3
+"""After this many failed starts in a row a lane gives up. If no process has ever started, the first failure raises."""
 _LATE_S = 5.0
-"""After twice the time limit, for the answer of a process that keeps deadlines itself: a busy machine is no fault."""
+"""How long after twice the time limit a process that keeps deadlines itself may answer: the machine may be busy."""
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
 _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
-"""What a process that writes something else than answers can raise."""
+"""Raised when a process writes something other than answers."""
 
 
 class Lane:
-    """A thread and its process, one after another: the kernel ends a process with the thread that has started it."""
+    """A thread and its processes, one at a time: the kernel ends a process with the thread that started it."""
 
     def __init__(self, pool: GradingQueue) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
         self.chunk: list[Queued] = []
-        """What it has taken and neither settled nor put back; `GradingQueue.take` fills it."""
+        """The samples it has taken and neither settled nor put back; `GradingQueue.take` fills it."""
         self._open: dict[int, Queued] = {}
-        """Position in all that the process was given -> what it has not answered yet."""
+        """Position among all samples that the process was given -> a sample that it has not answered yet."""
         self._is_busy = False
-        """Its chunk is not done: what was taken back may have been begun before."""
-        self._heard_s = 0.0
-        """When the process last sent something, or was given something while nothing was open."""
+        """The process has not finished its chunk. Nothing may be open: a sample may be put back after it was begun."""
+        self._active_s = 0.0
+        """When the process last sent a message, or was given samples while none was open."""
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self.thread.start()
 
     def kill(self) -> None:
-        """From another thread: end its process, whatever that is doing."""
+        """End the process, whatever it is doing. May be called from another thread."""
         if (process := self.process) is not None:
             process.kill()
 
@@ -87,20 +87,20 @@ class Lane:
             while self._start():
                 while self.process is not None and self._pool.take(self):
                     self._grade(self.process)
-        except BaseException as raised:  # else the callers would wait for ever
+        except BaseException as raised:  # reported to the callers, which would wait for ever
             error = raised
         self._discard()
         self._pool.leave(self, error)
 
     def _start(self) -> bool:
-        """Whether a process is ready. Raises UserError if none has started before: then it is the grader, and not the
-        machine."""
+        """Start a process; returns whether one is ready. Raises UserError if that fails and none has started before:
+        then the grader is at fault, and not the machine."""
         pool = self._pool
-        for _ in range(_STARTS):
+        for _ in range(_MAX_STARTS):
             self._discard()
             try:
                 problem = self._wait_ready()
-            except OSError as error:  # no memory, no files or no processes left: the next call may find some
+            except OSError as error:  # out of memory, files or processes, perhaps not for long
                 if not pool.has_started:
                     raise UserError(f"{pool.key}: no process can be started for it: {error}") from None
                 _log.error("no grader process can be started: %s", error)
@@ -113,10 +113,10 @@ class Lane:
         return False
 
     def _wait_ready(self) -> str:
-        """Start it; what went wrong, or nothing. Raises OSError."""
+        """Start a process and wait until it is ready. Returns what went wrong, or "". Raises OSError."""
         pool = self._pool
         self.process = process = GraderProcess(pool.functions, pool.memory_mb, pool.timeout_s)
-        if pool.is_closing:  # `kill` came before there was a process
+        if pool.is_closing:  # `kill` was called before there was a process
             process.kill()
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
@@ -124,9 +124,9 @@ class Lane:
             try:
                 messages = process.wait(deadline)
             except NoAnswers as error:
-                messages, how = None, f"it wrote something else than answers: {error}"
+                messages, how = None, f"it wrote something other than answers: {error}"
             if messages is None:
-                how = how or process.end(_DYING_S) or "its pipe was closed"
+                how = how or process.end(_EXIT_S) or "its pipe was closed"
                 return f"{pool.key}: its process died ({how}) before it was ready"
             for message in messages:
                 if isinstance(message, NoStart):
@@ -147,8 +147,8 @@ class Lane:
     # ------------------------------------------------------------------------------------------------- grading
 
     def _grade(self, process: GraderProcess) -> None:
-        """Have it grade the chunk, and an asynchronous process what else comes in while there is room, until nothing is
-        open: what it does not get done waits again, or has failed."""
+        """Have the process grade the chunk, or an asynchronous one also new samples while there is room, until none is
+        open. Samples that it does not finish are put back, or have failed."""
         pool = self._pool
         self._give(process, self.chunk)
         while (self._open or self._is_busy) and self.process is process:
@@ -156,38 +156,38 @@ class Lane:
                 self._give(process, pool.take_more(self))
             now, at, began_s = time.monotonic(), process.at, process.since_s
             is_certain = at in self._open
-            until_s = (began_s if is_certain else max(began_s, self._heard_s)) + pool.timeout_s
-            if pool.mode == "async" and not is_certain:  # it keeps the deadlines itself
+            until_s = (began_s if is_certain else max(began_s, self._active_s)) + pool.timeout_s
+            if pool.mode == "async" and not is_certain:  # the process keeps the deadlines itself
                 until_s += pool.timeout_s + _LATE_S
             if now >= until_s:
                 self._time_out(process, at if is_certain else NONE, began_s)
                 return
             if pool.mode == "each" and is_certain and now >= began_s + _SLOW_S:
-                self._take_back_behind(process, at)
-            self._hear(process, min(until_s, now + self._look_s()))
+                self._put_back_behind(process, at)
+            self._wait(process, min(until_s, now + self._poll_s()))
 
-    def _look_s(self) -> float:
-        """Until it should look at the board again, or for more to give."""
+    def _poll_s(self) -> float:
+        """Seconds until the board, or the queue for more samples, should be checked again."""
         if self._pool.mode == "async":
             return LOOK_S if len(self.chunk) < self._pool.max_concurrent else 1.0
         return _SLOW_S if self._pool.mode == "each" and len(self._open) > 1 else math.inf
 
     def _give(self, process: GraderProcess, samples: Sequence[Queued]) -> None:
-        """Send samples. What cannot be sent has failed."""
-        sent, first = list(samples), process.given
+        """Send samples. Those that cannot be sent have failed."""
+        sent, first = list(samples), process.num_given
         rows = self._rows(sent)
         try:
             if sent:
                 process.give(len(sent), chunk_message(sent, rows, first))
-                self._heard_s = self._heard_s if self._open else time.monotonic()
+                self._active_s = self._active_s if self._open else time.monotonic()
                 self._is_busy = self._pool.mode != "async"
-                self._open |= {first + place: sample for place, sample in enumerate(sent)}
+                self._open |= dict(enumerate(sent, start=first))
         except ValueError as error:
             self._cannot_send(sent, error)
         self.chunk = list(self._open.values())
 
     def _rows(self, samples: list[Queued]) -> list[bytes]:
-        """As they are sent. Samples whose rows cannot be have failed, and are taken out of the list."""
+        """The samples' rows as they are sent. A sample whose row cannot be pickled has failed and is removed."""
         rows = list[bytes]()
         for sample in samples.copy() if self._pool.sends_context else ():
             try:
@@ -198,7 +198,7 @@ class Lane:
         return rows
 
     def _cannot_send(self, samples: Sequence[Queued], error: ValueError) -> None:
-        """Too long: together, so that each is sent alone, or alone."""
+        """The message is too long. Several samples are put back, to be sent one by one; a single one has failed."""
         for sample in samples:
             sample.is_suspect = True
         if samples[1:]:
@@ -206,43 +206,43 @@ class Lane:
         else:
             self._pool.settle(samples, [failed(f"raised ValueError: it cannot be sent: {error}")])
 
-    def _take_back_behind(self, process: GraderProcess, at: int) -> None:
-        """What stands behind a slow sample is for whoever is idle."""
+    def _put_back_behind(self, process: GraderProcess, at: int) -> None:
+        """Put back the samples behind a slow one, for lanes that are idle."""
         behind = [position for position in self._open if position > at]
         if behind:
             process.stop_at(at + 1)
             self._pool.put_back([self._open.pop(position) for position in behind])
             self.chunk = list(self._open.values())
 
-    def _hear(self, process: GraderProcess, until_s: float) -> None:
+    def _wait(self, process: GraderProcess, until_s: float) -> None:
         try:
             messages = process.wait(until_s)
             for message in messages or []:
                 self._receive(message)
         except _NONSENSE as error:
-            self._lost(process, f"died (it wrote something else than answers: {error})", at=NONE)
+            self._lost(process, f"died (it wrote something other than answers: {error})", at=NONE)
             return
         if messages is None:
-            how = process.end(_DYING_S)
-            # asked after its end: one whose pipe has closed may still be at work. What is killed for that is at a
-            # sample that need not be the one that closed it.
+            how = process.end(_EXIT_S)
+            # The board is read after the end, since a process whose pipe is closed may still be working. One that had
+            # to be killed may have been at a later sample than the one that closed the pipe.
             self._lost(process, f"died ({how or 'its pipe was closed'})", at=process.at if how else NONE)
 
     def _receive(self, message: Message) -> None:
         """Raises `_NONSENSE`."""
         if not isinstance(message, Answers):
             raise NoAnswers(f"{type(message).__name__} in place of answers")
-        self._heard_s = time.monotonic()
+        self._active_s = time.monotonic()
         pairs = zip(message.positions, _GRADES.decode(message.grades), strict=False)
-        # what was begun as it was taken back is graded here too
-        graded = [(self._open.pop(place), grade) for place, grade in pairs if place in self._open]
+        # not in `_open`: samples that were put back just after they were begun
+        graded = [(self._open.pop(position), grade) for position, grade in pairs if position in self._open]
         spent = graded.pop() if message.out_of_memory and graded else None
         self._pool.settle([sample for sample, _ in graded], [grade for _, grade in graded])
         self.chunk = list(self._open.values())
         if message.seconds_each is not None:
             self._is_busy = False
             self._pool.seconds_each = max(1e-6, math.sqrt(self._pool.seconds_each * message.seconds_each))
-        if spent is not None:  # alone it is to blame; else others may have filled the memory
+        if spent is not None:  # it is to blame if it was graded alone; else others may have filled the memory
             sample, grade = spent
             why = f"{grade.failure}, above reward.memory_mb = {self._pool.memory_mb}"
             self._blame([sample, *self.chunk], [sample], why, is_certain=False)
@@ -256,15 +256,15 @@ class Lane:
                 self._receive(message)
         except _NONSENSE:
             at = NONE
-        if self.process is None:  # it ran out of memory at last
+        if self.process is None:  # the last message was that it ran out of memory
             return
-        moved = (process.at, process.since_s) != (at, began_s)
+        moved = (process.at, process.since_s) != (at, began_s)  # it has begun another sample meanwhile
         self._lost(process, f"timed out after {self._pool.timeout_s:g} s", at=NONE if moved else at)
 
     def _lost(self, process: GraderProcess, why: str, *, at: int) -> None:
-        """The process has died, was killed or is not understood: blame the sample `at` this position, if that is
-        certain, and let the others wait again. Alone, hundreds of slow samples that were open together would take an
-        hour: first they are tried together once more."""
+        """The process has died, was killed or sent nonsense. Blame the sample at position `at`, if that is certain, and
+        put the others back. Samples that were open together in an asynchronous process are tried together once more:
+        one at a time, hundreds of slow ones would take an hour."""
         undone = list(self._open.values())
         if is_certain := at in self._open:
             doubtful = [self._open[at]]
@@ -277,8 +277,8 @@ class Lane:
         self._blame(undone, doubtful, why, is_certain=is_certain)
 
     def _blame(self, undone: Sequence[Queued], doubtful: Sequence[Queued], why: str, *, is_certain: bool) -> None:
-        """Without its process: `doubtful` have failed, if that is certain or they had it to themselves; the rest of
-        `undone` waits again."""
+        """End the process. The samples `doubtful` have failed if `is_certain`, or if they were graded alone; the rest
+        of `undone` is put back."""
         self.chunk = []
         self._discard()
         if self._pool.is_closing:
@@ -296,24 +296,24 @@ class Grader(GradingQueue):
 
     Args:
         functions: the grader, or several whose weighted sum is the reward.
-        processes: how many grade at a time.
-        timeout_s: of one sample, all functions together.
-        memory_mb: that a process may take beyond what it starts with; 0: no limit.
-        max_concurrent: samples that a process has open at a time, or in one call, if the grader is made for that.
-        max_failures_in_a_row: after which what waits has failed; 0: never.
-        pace: of the samples that processes are given.
+        processes: how many run at a time.
+        timeout_s: for one sample, all functions together.
+        memory_mb: that a process may use beyond what it starts with; 0: no limit.
+        max_concurrent: samples that an asynchronous process has open at a time, or that one call with lists gets.
+        max_failures_in_a_row: after this many, all waiting samples have failed; 0: no limit.
+        pace: limits how fast samples are given to the processes.
     """
 
     @property
     def processes(self) -> list[GraderProcess]:
-        """Those that run, at most `num_processes`."""
+        """The running processes, at most `num_processes`."""
         return [lane.process for lane in self._lanes if lane.process is not None]
 
     def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
-        """One grade a task, in their order; where grading failed its reward is NaN and `failure` is the reason.
+        """One grade per task, in their order. If grading failed, its reward is NaN and `failure` is the reason.
 
-        The future raises UserError if no process has ever started and one does not: an import error, or a function that
-        is no grader. Cancelling it drops what still waits.
+        The future raises UserError if the first process cannot start (an import error, or a function that is no
+        grader). Cancelling it drops the samples that still wait.
         """
         batch = Batch(tasks)
         with self._changed:
@@ -327,15 +327,15 @@ class Grader(GradingQueue):
         return batch.future
 
     def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
-        """As `submit`, and waits."""
+        """As `submit`, but waits for the grades."""
         future = self.submit(tasks)
         try:
             return future.result()
         finally:
-            future.cancel()  # of a call that is broken off, by Control-C say
+            future.cancel()  # if the call is interrupted, by Control-C for example
 
     def close(self) -> None:
-        """End the processes and cancel what is not graded. Grading again starts others."""
+        """End the processes and cancel what is not graded. The next grading starts new ones."""
         with self._changed:
             self.is_closing = True
             self._changed.notify_all()

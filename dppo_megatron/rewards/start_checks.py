@@ -1,8 +1,8 @@
-"""Tries a grader before anything expensive is built: on three made-up answers, then on the references themselves.
+"""Tries a grader before anything expensive is built: on made-up completions, then on the references themselves.
 
-A wrong signature or a grader that returns None would otherwise show after the first rollout, as failures; a grader that
-cannot read the references would never show, because it looks like a weak model: with the first built-in grader 23 % of
-MATH could not be rewarded at all.
+A wrong signature or a grader that returns None would otherwise be noticed after the first rollout, as failures. A
+grader that cannot read the references would never be noticed, because it looks like a weak model: with the first
+built-in grader 23 % of MATH could not be rewarded at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dppo_megatron.rewards.grading import Grader, deciding_reward
 from dppo_megatron.types import REWARD_ROUNDING, Grade, GradeTask, Prompt, UserError
 
 MOST_REFERENCES = 2000
-"""References of one set that are checked, evenly spread: 0.1 s of cheap gradings, and 99 % is known to 0.2 points."""
+"""Most references of a set that are checked, evenly spread: 0.1 s of cheap gradings; 99 % is known to 0.2 points."""
 _SHOWN = 10
 _UNREAD_SHOWN = 5
 _BATCH = 256
@@ -27,8 +27,8 @@ _FORMS = (
     ("after ####", "The answer follows.\n#### %s"),
     ("plain", "%s"),
 )
-"""How a model may mark a final answer. A reference is right if the grader takes it in any of these forms: graders do
-not agree on one."""
+"""How a model may mark a final answer. It is enough if the grader accepts a reference in one of these forms, since
+graders do not agree on one."""
 _WRONG = "The answer is $\\boxed{this is not the answer}$."
 
 
@@ -39,14 +39,14 @@ class RewardBounds:
     least: float
     most: float
     why: str
-    """The setting that asks for it, and another that would not."""
+    """For messages: the setting that requires these bounds, and one that does not."""
 
 
 def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = None) -> None:
-    """Grade a right answer in every form, a wrong one and an empty text.
+    """Grade the reference in every form, a wrong answer and an empty text.
 
     Args:
-        bounds: what the training can use of a reward; None for a grader that only evaluates.
+        bounds: None for a grader that only evaluates.
 
     Raises:
         UserError: the grader cannot be started, one of these gradings failed, or its reward is out of `bounds`.
@@ -72,13 +72,13 @@ def check_grader(grader: Grader, prompt: Prompt, bounds: RewardBounds | None = N
 def check_references(
     grader: Grader, reward: RewardConfig, name: str, prompts: Sequence[Prompt], key: str = "reward"
 ) -> str:
-    """Grade the references of a set as if they were answers; returns a line that says how many were right.
+    """Grade the references of a set as if they were answers; returns a log line with the share that is right.
 
     Args:
-        key: the section that holds `reward`, for messages.
+        key: the section of `reward`, for messages.
 
     Raises:
-        UserError: fewer than `reward.min_self_consistency` of them are.
+        UserError: the share is below `reward.min_self_consistency`.
     """
     if not reward.min_self_consistency or not prompts:
         return ""
@@ -86,37 +86,37 @@ def check_references(
     checked = [prompts[i * len(prompts) // count] for i in range(count)]
     first_grades: dict[int, Grade] = {}
     wrong = list(range(count))
-    for how, form in _FORMS:
+    for form_name, form in _FORMS:
         grades: dict[int, Grade] = {}
-        with progress(f"start: grading the references of {name}, {how}", len(wrong), "references") as advance:
+        with progress(f"start: grading the references of {name}, {form_name}", len(wrong), "references") as advance:
             for first in range(0, len(wrong), _BATCH):
-                some = wrong[first : first + _BATCH]
-                grades |= zip(some, grader.grade([_as_answer(checked[i], form) for i in some]), strict=True)
+                batch = wrong[first : first + _BATCH]
+                grades |= zip(batch, grader.grade([_as_answer(checked[i], form) for i in batch]), strict=True)
                 advance(len(grades))
         for i, grade in grades.items():
             first_grades.setdefault(i, grade)
-        # written so that a NaN is not right
+        # with `not`, so that a NaN counts as wrong
         wrong = [i for i in wrong if not deciding_reward(grades[i]) >= reward.correct_from]
     right = count - len(wrong)
     of_all = f"{count:,} of its {len(prompts):,}" if count < len(prompts) else f"its {count:,}"
-    said = f"{name}: of {of_all} references the grader takes {_percent(right, count)} for right when given as an answer"
+    line = f"{name}: of {of_all} references the grader takes {_percent(right, count)} for right when given as an answer"
     if right / count >= reward.min_self_consistency:
-        return said + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong))])
+        return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong))])
     rows = [
         f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"
         for i in itertools.islice(wrong, _SHOWN)
     ]
     more = f"\n  and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
     raise UserError(
-        f"{grader.key}: {said}, fewer than {key}.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
-        f" the others could be rewarded: choose a grader that can read them, or mend the rows. A grader that is not"
+        f"{grader.key}: {line}, fewer than {key}.min_self_consistency = {reward.min_self_consistency:g}. No answer to"
+        f" the others could be rewarded: choose a grader that can read them, or correct the rows. A grader that is not"
         f" about references (a length, a format) needs {key}.min_self_consistency=0.{''.join(rows)}{more}"
     )
 
 
 def _as_text_only(reward: RewardConfig, right: Sequence[Prompt]) -> str:
-    """Those of the references that `math` does not understand: one is right when it is repeated, so that the check
-    cannot see it."""
+    """How many of the references that are `right` the built-in `math` cannot parse, for the log line. It takes them for
+    right only because they are repeated as text."""
     decides = next((one.function for one in reward.functions.values()), reward.function)
     if decides not in ("math", "math_boxed"):
         return ""
@@ -131,7 +131,7 @@ def _as_text_only(reward: RewardConfig, right: Sequence[Prompt]) -> str:
 
 
 def unused_grader(reward: RewardConfig) -> list[str]:
-    """A warning where `function`, from one file or the command line, has no effect beside `functions` from another."""
+    """A warning if `function` has no effect because `functions` is set too, as by another file or the command line."""
     if not reward.functions or reward.function == RewardConfig.function:
         return []
     names = ", ".join(reward.functions)
@@ -145,7 +145,7 @@ def _as_answer(prompt: Prompt, form: str) -> GradeTask:
 
 
 def _task(prompt: Prompt, text: str, label: str) -> GradeTask:
-    """As a model's: after the prompt, and with a token a word, as no tokenizer is here, and one that ends it."""
+    """`text` as a model's completion. No tokenizer is here, so its tokens are counted as words, and one for the end."""
     return GradeTask(text, prompt.answer, prompt.row, label, prompt.text, len(text.split()) + 1)
 
 
@@ -160,5 +160,5 @@ def _place(prompt: Prompt) -> str:
 
 
 def _percent(part: int, whole: int) -> str:
-    """Rounded down, so that 100 % means all."""
+    """Rounded down, so that 100 % means all of them."""
     return f"{1000 * part // whole / 10:g} %"

@@ -1,6 +1,6 @@
-"""What waits to be graded: the queue that all calls of a pool share, and what lanes take from it and report to it.
+"""The queue of samples to grade, which all calls and lanes of a pool share.
 
-The settings of a pool and what it has learned about its graders are here too, where lanes read them (`pool.py`).
+It also holds the pool's settings and what it has learned about its graders, which lanes read (`pool.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dppo_megatron.types import Grade, GradeTask
 _log = logging.getLogger(__name__)
 
 _CHUNK_S = 0.02
-"""Work in a chunk. Between two chunks a process waits for some 0.2 ms, 1 % of it."""
+"""Work in a chunk. Between two chunks a process is idle for some 0.2 ms, 1 % of this."""
 LOOK_S = 0.02
-"""Between two looks for what may be graded now, where more waits than a process or the pace has room for."""
-_CHUNK_BYTES = 4 << 20
-"""Characters of the completions in a chunk, which is pickled and sent as a whole."""
+"""How often to check for samples that may be graded now, when a process or the pace had no room for all of them."""
+_CHUNK_CHARACTERS = 4 << 20
+"""Most characters of the completions in a chunk, which is pickled and sent as a whole."""
 
 
 class Batch:
@@ -41,16 +41,16 @@ class Batch:
         self.missing = len(tasks)
         self.future: Future[list[Grade]] = Future()
         self._rows: dict[int, bytes] = {}
-        """Identity of a row -> as it is sent: the completions of a group share theirs."""
+        """`id` of a row -> its pickle. The completions of a group share a row."""
 
     def row(self, row: Mapping[str, Any]) -> bytes:
-        """As it is sent, nothing for an empty one. Raises what pickle raises."""
+        """The row's pickle; empty for an empty row. Raises what pickle raises."""
         if row and id(row) not in self._rows:
             self._rows[id(row)] = pickle.dumps(dict(row), 5)
         return self._rows[id(row)] if row else b""
 
     def finish(self) -> None:
-        """Log what failed and hand over the grades; nothing happens if it is done or was cancelled."""
+        """Log failures and set the future's result, unless it is done or cancelled."""
         if not self.future.done():
             grades = [grade for grade in self.grades if grade is not None]
             log_failures(_log, [task.label for task in self.tasks], grades)
@@ -64,16 +64,16 @@ class Queued:
     index: int
     task: GradeTask
     is_suspect: bool = False
-    """It may have ended a process: it is graded alone, and the next process that ends with it was ended by it."""
+    """It may have ended a process. From now on it is graded alone, so that if a process ends again, it is the cause."""
     was_lost: bool = False
     """It was open in an asynchronous process that has ended."""
 
 
 def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int = 0) -> bytes:
-    """What a process is sent: the position of the first, and lists. What several share is in the pickle once.
+    """A chunk as it is sent to a process: the first sample's position and a list per field. Shared objects are in once.
 
     Args:
-        rows: as `Batch.row` makes them; none for graders that ask for neither row nor prompt.
+        rows: results of `Batch.row`; empty if the graders need neither row nor prompt.
     """
     tasks = [one.task for one in samples]
     texts = [one.completion for one in tasks], [one.answer for one in tasks]
@@ -83,37 +83,37 @@ def chunk_message(samples: Sequence[Queued], rows: Sequence[bytes], first: int =
 
 
 class Pace:
-    """For a judge that refuses, or bills, what comes faster: at most `per_minute` gradings in any 60 s, evenly. After a
-    pause at most a second's share at once, since judges measure over seconds too.
+    """Limits gradings to `per_minute` in any 60 s, evenly spread, for judges that refuse or bill more. After a pause it
+    allows at most a second's share at once, since judges also limit the rate per second.
 
     Args:
         per_minute: 0: no limit.
-        clock: seconds.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, per_minute: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = per_minute > 0, clock
         self._burst = max(1, int(per_minute / 60))
-        # so many at once and then one every so often: in any minute `per_minute` in all
+        # a burst, and then one every `_every_s`: `per_minute` in any minute
         self._every_s = 60 / (per_minute - self._burst + 1) if self._limits else 0.0
-        self._whole_at_s = clock()
-        """When a whole second's share is free again."""
+        self._full_at_s = clock()
+        """When a full burst is allowed again."""
 
     def free(self) -> int:
         """How many may begin now."""
         if not self._limits:
             return sys.maxsize
-        taken_s = max(0.0, self._whole_at_s - self._clock())
+        taken_s = max(0.0, self._full_at_s - self._clock())
         return int(self._burst - taken_s / self._every_s + 1e-9)
 
     def take(self, count: int) -> None:
-        """So many begin, at most as many as are free."""
+        """Count `count` gradings as begun; at most `free()`."""
         if self._limits:
-            self._whole_at_s = max(self._whole_at_s, self._clock()) + count * self._every_s
+            self._full_at_s = max(self._full_at_s, self._clock()) + count * self._every_s
 
 
 class GradingQueue:
-    """The queue. Lanes and callers share it."""
+    """The queue of one pool. Lanes and callers share it."""
 
     def __init__(
         self,
@@ -134,19 +134,19 @@ class GradingQueue:
         self._max_failures_in_a_row, self._failures_in_a_row = max_failures_in_a_row, 0
         self._pace = pace or Pace(0)
         self.sends_context = True
-        """Whether any of the functions asks for row or prompt, as their processes report when they start."""
+        """Whether any of the functions needs the row or the prompt; their processes report it when they start."""
         self.mode: Mode = "each"
-        """How they grade, likewise."""
+        """How they grade, reported at their start too."""
         self.has_started = False
         self.seconds_each = 0.001
         """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""
         self.reset()
 
     def reset(self) -> None:
-        """Nothing waits, and there are no lanes."""
+        """Empty the queue and forget the lanes."""
         self._changed = threading.Condition()
         self._waiting: deque[Queued] = deque()
-        self._lanes: list[Any] = []  # of Lane, which imports this
+        self._lanes: list[Any] = []  # of `Lane`, whose module imports this one
         self.is_closing = False
 
     @property
@@ -156,7 +156,7 @@ class GradingQueue:
         return first if len(self.functions) == 1 else f"{first.rpartition('.functions.')[0]}.functions"
 
     def take(self, lane: Any) -> bool:
-        """Wait for the next chunk, and give it to `lane`. False if the pool is being closed."""
+        """Wait for the next chunk, and store it in `lane.chunk`. False if the pool is being closed."""
         with self._changed:
             while not lane.chunk:
                 self._changed.wait_for(lambda: self._waiting or self.is_closing)
@@ -166,12 +166,12 @@ class GradingQueue:
                     self._changed.wait(LOOK_S)
                     continue
                 chunk = self._next_chunk()
-                over = {batch for batch in {sample.batch for sample in chunk} if batch.future.done()}  # cancelled
-                lane.chunk = [sample for sample in chunk if sample.batch not in over]
+                cancelled = {batch for batch in {sample.batch for sample in chunk} if batch.future.done()}
+                lane.chunk = [sample for sample in chunk if sample.batch not in cancelled]
         return True
 
     def take_more(self, lane: Any) -> list[Queued]:
-        """What else waits, as far as the lane has room beside what it has open, and a suspect alone. Does not wait."""
+        """More samples, as many as the lane has room for; none beside a suspect. Does not wait."""
         with self._changed:
             room = min(self.max_concurrent - len(lane.chunk), self._pace.free())
             if room <= 0 or not self._waiting or self._waiting[0].is_suspect or lane.chunk[0].is_suspect:
@@ -184,7 +184,7 @@ class GradingQueue:
         waiting, free = self._waiting, 1 if room else sum(not lane.chunk for lane in self._lanes)
         if self.mode == "each":
             allowed = int(_CHUNK_S / self.seconds_each)
-        elif self.mode == "batch":  # the call has the time limit of one sample: stay well below it
+        elif self.mode == "batch":  # one call has the time limit of a single sample: a quarter of that
             allowed = min(self.max_concurrent, int(self.timeout_s / 4 / self.seconds_each))
         else:
             allowed = room or self.max_concurrent
@@ -192,20 +192,20 @@ class GradingQueue:
         chunk, size = [waiting.popleft()], 0
         while waiting and len(chunk) < most and not (chunk[0].is_suspect or waiting[0].is_suspect):
             size += len(waiting[0].task.completion)
-            if size > _CHUNK_BYTES:
+            if size > _CHUNK_CHARACTERS:
                 break
             chunk.append(waiting.popleft())
         self._pace.take(len(chunk))
         return chunk
 
     def put_back(self, samples: Sequence[Queued]) -> None:
-        """They are graded next."""
+        """Put samples back at the front of the queue."""
         with self._changed:
             self._waiting.extendleft(reversed(samples))
             self._changed.notify_all()
 
     def settle(self, samples: Sequence[Queued], grades: Sequence[Grade]) -> None:
-        """What came of each; the first grade of a sample counts. After too many failures what waits has failed too."""
+        """Report grades. The first grade of a sample counts. After too many failures, all waiting samples fail too."""
         finished = list[Batch]()
 
         def keep(sample: Queued, grade: Grade) -> None:
@@ -220,7 +220,7 @@ class GradingQueue:
             for sample, grade in zip(samples, grades, strict=True):
                 keep(sample, grade)
                 self._failures_in_a_row = self._failures_in_a_row + 1 if grade.failure else 0
-            # a lane also looks in without any grade, when only what came after the failures waits
+            # only with grades: lanes report none too, and what waits then may have come after the failures
             if grades and self._waiting and 0 < self._max_failures_in_a_row <= self._failures_in_a_row:
                 why = f"was not tried after {self._failures_in_a_row} failures in a row (reward.max_failures_in_a_row)"
                 while self._waiting:
@@ -230,8 +230,8 @@ class GradingQueue:
             batch.finish()
 
     def leave(self, lane: Any, error: BaseException | None) -> None:
-        """A lane ends: its process cannot be started any more. With the last one all that waits has failed; with an
-        error too, which the callers get."""
+        """Remove a lane whose process cannot be started any more. If it was the last one, all waiting samples have
+        failed; on an `error`, which the callers get, they have in any case."""
         with self._changed:
             if self.is_closing:
                 return

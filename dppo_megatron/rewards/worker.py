@@ -1,14 +1,13 @@
 """One grader process: reads chunks of samples from a pipe and answers through another one.
 
-A plain program, neither a fork nor multiprocessing: a fork would copy held locks of torch and of the process group, and
-spawning would import the trainer's main module again. It imports the grader's module and nothing of torch.
+A plain program, neither a fork nor multiprocessing: a fork would copy locks that torch and the process group hold, and
+spawning would import the trainer's main module again. It imports the grader's module, and torch only if that does.
 
 Whatever a grader does must cost its own sample only. Its output goes to the trainer, which shows it; its stdin is
 empty, and a child that it forks and forgets does not continue as a second grader. Memory is limited by RLIMIT_DATA and
-not by RLIMIT_AS: it counts what can be written, where the address space also counts what is only reserved (64 MiB for
-each thread's malloc, more for BLAS), so that a limit in it would fail graders by the number of the machine's cores.
-What runs out of it is a MemoryError that Python reports; a limit is set beyond what the process has when the grader is
-imported.
+not by RLIMIT_AS. The former counts what can be written; the latter also counts what is only reserved (64 MiB for each
+thread's malloc, more for BLAS), so that whether a grader fails would depend on the number of cores. The limit is added
+to what the process uses once the grader is imported. Beyond it Python raises MemoryError.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from dppo_megatron.rewards.messages import (
 from dppo_megatron.texts import LONGEST_ENTRY, shortened
 
 _FLUSH_NS = 5_000_000
-"""Answers wait about 5 ms for others to go with: writing them and waking the trainer costs a hundredth of that."""
+"""Answers are collected for about 5 ms: writing them and waking the trainer costs a hundredth of that."""
 
 
 def main() -> None:
-    """The first frame names the graders; then each frame is a chunk, until the pipe ends."""
+    """The first frame contains the graders and settings, each later one a chunk, until the pipe ends."""
     requests, answers = _take_over_streams()
     first = read_frame(requests.read)
     if first is None:
@@ -68,7 +67,7 @@ def main() -> None:
     except ValueError as error:
         _send(answers, NoStart(str(error)))
         return
-    gc.freeze()  # what was imported stays, and need not be looked through again and again
+    gc.freeze()  # imported objects stay for good, so the collector need not scan them again and again
     if setup["memory_mb"]:
         _limit_memory(setup["memory_mb"] << 20)
     _send(answers, GraderReady(rewards.wants_context, rewards.mode))
@@ -81,7 +80,7 @@ def main() -> None:
         while (payload := read_frame(requests.read)) is not None:
             grade_chunk(rewards, pickle.loads(payload), board, answers)
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with it whatever graders have started
+        os.killpg(os.getpid(), signal.SIGKILL)  # this process and whatever graders have started
 
 
 def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> None:
@@ -105,7 +104,7 @@ def _grade_chunk(rewards: Rewards, chunk: Any, board: memoryview[int], answers: 
 
 
 def _grade_together(rewards: Rewards, chunk: Any, board: memoryview[int], answers: IO[bytes]) -> None:
-    """As `_grade_chunk`, in one call: while it lasts no sample can be blamed."""
+    """As `_grade_chunk`, in one call; if that hangs or crashes, the board names no sample."""
     began, process = time.monotonic_ns(), os.getpid()
     first, count = chunk[0], len(chunk[1])
     board[SINCE_NS], board[BEGUN] = began, first + count
@@ -120,9 +119,9 @@ def _grade_together(rewards: Rewards, chunk: Any, board: memoryview[int], answer
 async def _grade_as_they_come(
     rewards: Rewards, timeout_s: float, requests: IO[bytes], board: memoryview[int], answers: IO[bytes]
 ) -> None:
-    """Begin every sample when it is read, and answer each when it is done or has had its time; until the pipe ends.
+    """Begin every sample when it is read, and answer it when it is done or its time is over, until the pipe ends.
 
-    One that outlives its time is left to itself: it may not listen to being cancelled.
+    A sample that takes too long is cancelled but not waited for: it may ignore that.
     """
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
@@ -148,12 +147,12 @@ async def _grade_as_they_come(
             running.add(task)
             task.add_done_callback(running.discard)
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # the event loop would wait for what is still running
+        os.killpg(os.getpid(), signal.SIGKILL)  # `asyncio.run` would wait for samples that are still running
 
 
 @types.coroutine
 def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryview[int]) -> Generator[Any, Any, Any]:
-    """`grading`, with its sample on the board whenever its own code runs and the others wait for it."""
+    """`grading`, with its sample on the board while its own code runs, during which all others wait."""
     process = os.getpid()
     step, value = grading.send, None
     while True:
@@ -164,7 +163,7 @@ def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryvie
             return end.value
         finally:
             if os.getpid() != process:
-                os._exit(0)  # a child that the grader has forked
+                os._exit(0)  # this is a child that the grader has forked
             board[AT] = NONE
         try:
             value = yield waits_for
@@ -174,27 +173,28 @@ def _observed(grading: Coroutine[Any, Any, Any], position: int, board: memoryvie
 
 
 def _sample(chunk: Any, position: int) -> Sample:
-    """Of a chunk: the first's position, and a list for each field; those of rows and prompts may be empty."""
+    """The sample at `position` of a chunk, which is the position of its first sample among all that the process was
+    given, and a list for each field; the lists of rows and prompts may be empty."""
     _, completions, references, tokens, reasons, rows, prompts = chunk
-    # a row is unpickled for each sample: what a grader does to it is not seen by the next one
+    # unpickled for each sample, so that no grader sees what another has changed in it
     row = pickle.loads(rows[position]) if rows and rows[position] else {}
     prompt = prompts[position] if prompts else ""
     return Sample(completions[position], references[position], row, prompt, tokens[position], reasons[position])
 
 
 def _tidy(process: int) -> None:
-    """After a grading: what it has left behind would meet the next one."""
-    signal.alarm(0)  # one that was set and forgotten would strike in another sample
+    """After a grading, undo what it did to the process and what would affect the next one."""
+    signal.alarm(0)  # an alarm that was left set would interrupt another sample
     if os.getpid() != process:
-        os._exit(0)  # a child that the grader has forked and that has come back here
+        os._exit(0)  # this is a child that the grader has forked, and that has returned
     if sys.stdout.closed or sys.stderr.closed:
-        _open_streams()  # or the next grader that prints would raise
+        _open_streams()  # else the next grader that prints would fail
 
 
 def _add(ready: dict[int, dict[str, Any]], position: int, result: Any, answers: IO[bytes]) -> None:
-    """What `Rewards.grade` returned, as a `Grade`'s fields. A process that has run out of memory answers and ends."""
+    """Add what `Rewards.grade` returned, as fields of `Grade`. If memory ran out, answer and end this process."""
     fields = result if type(result) is dict else {"reward": result}
-    ready[position] = {"reward": math.nan} | fields  # a failure has none
+    ready[position] = {"reward": math.nan} | fields  # a failure has no reward
     if "memory" in fields:
         _answer(answers, ready, out_of_memory=True)
         os._exit(0)
@@ -212,7 +212,7 @@ def _answer(
 
 
 def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Both pipes at other numbers than 0 and 1, which a grader may read, write and close."""
+    """Move both pipes away from descriptors 0 and 1, which a grader may read, write and close."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _open_streams()
@@ -220,7 +220,7 @@ def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 
 class _Printed(io.TextIOWrapper):
-    """What graders print by Python's means: gigabytes need neither be encoded nor go through the pipe."""
+    """stdout and stderr for graders: each text is shortened, so that gigabytes are neither encoded nor sent."""
 
     def write(self, text: str) -> int:
         super().write(shortened(text, LONGEST_ENTRY))
@@ -228,24 +228,24 @@ class _Printed(io.TextIOWrapper):
 
 
 def _open_streams() -> None:
-    """Nothing to read, and the pipe of output to print to; where that has been closed, nothing either."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
+    """Open an empty stdin, and stdout and stderr on the pipe of output, or on nothing if a grader has closed that."""
+    devnull = os.open(os.devnull, os.O_RDWR)
+    os.dup2(devnull, 0)
     for file in (1, 2):
         try:
             os.fstat(file)
         except OSError:
-            os.dup2(nothing, file)
-    if nothing > 2:
-        os.close(nothing)
+            os.dup2(devnull, file)
+    if devnull > 2:
+        os.close(devnull)
     for name, file in (("stdout", 1), ("stderr", 2)):
-        # no grading should fail because its text cannot be printed
+        # escaped where UTF-8 cannot encode it: no grading should fail because its text cannot be printed
         out = open(file, "wb", closefd=False)  # noqa: SIM115
         setattr(sys, name, _Printed(out, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def _limit_harm(setup: dict[str, Any]) -> None:
-    """Let it end with the trainer, die before the trainer where memory is short, and leave no core files."""
+    """End with the trainer, be killed before the trainer when memory is short, and leave no core files."""
     die_with_parent(signal.SIGKILL, setup["parent"])  # SIGTERM would wait for a grader that hangs in C
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -254,7 +254,7 @@ def _limit_harm(setup: dict[str, Any]) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Allow `more` bytes beyond what is in use; nothing where the system does not say how much that is."""
+    """Allow `more` bytes beyond what is in use; sets no limit if the system does not report how much that is."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/statm", encoding="ascii") as file:
             in_use = int(file.read().split()[5]) * resource.getpagesize()
@@ -267,7 +267,7 @@ def _send(answers: IO[bytes], message: Message) -> None:
     try:
         answers.write(framed(msgspec.msgpack.encode(message)))
         answers.flush()
-    except OSError:  # the trainer has gone, or a grader has closed every file that it found
+    except OSError:  # the trainer has ended, or a grader has closed every file that it found
         os._exit(CANNOT_ANSWER)
 
 

@@ -90,7 +90,7 @@ class Coordinator:
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
         counts = decision.missing_weight * decision.prompts.size  # as in reward/mean
-        tables = {key: one.made_up(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
+        tables = {key: one.reweighted(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
         on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)

@@ -56,7 +56,7 @@ from dppo_megatron.texts import log
 from dppo_megatron.types import Completion, FloatArray, PackPlan, Prompt, RolloutPrompt, RunAborted, TrainSample
 
 ShowPhases: TypeAlias = Callable[[int], AbstractContextManager[Callable[[str], None] | None]]
-"""While a step lasts, shows the phase that it is told."""
+"""Step number -> a context for that step, whose value is called with the name of each phase and shows it."""
 
 
 class Loop:
@@ -182,7 +182,7 @@ class Loop:
         self.current = step
         recorded = self._recorder.step(number) if self._recorder else nullcontext()
         shown = self._phases(number) if self._phases else nullcontext()
-        with shown as step.record.timers.tell, recorded, step.record.timers.phase("step", cpu=True):
+        with shown as step.record.timers.on_phase, recorded, step.record.timers.phase("step", cpu=True):
             if step.reached == "new":
                 self._select(step, step.record.timers)
             yield step

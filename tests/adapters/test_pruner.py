@@ -77,7 +77,7 @@ def test_what_the_policies_say_is_logged(monkeypatch: pytest.MonkeyPatch) -> Non
     """Once in a process where each step has a pruner of its own, and on its first process alone; what a score does
     whenever it changes."""
     said: list[str] = []
-    monkeypatch.setattr(module, "_SAID", set())
+    monkeypatch.setattr(module, "_LOGGED", set())
 
     def pruner() -> Any:
         biased = CompletionPruningConfig(method="cppo", rate=0.5, min_inclusion_prob=0.3)

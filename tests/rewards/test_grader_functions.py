@@ -206,7 +206,7 @@ def test_a_grader_is_told_tokens_and_how_the_completion_ended() -> None:
     assert in_turn("told", [sample]) == [{"reward": 31.0, "extracted": "2 + 2 = length"}]
     assert in_turn("overlong", [sample, sample._replace(completion_tokens=20)]) == [-1.0, 0.0]
     (said,) = in_turn("repetition", [sample])
-    assert "is told their number only" in said["failure"]
+    assert "gets only their number" in said["failure"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
-"""The process of one tracker: takes messages from stdin, hands them to the tool, answers each.
+"""The process of one tracker: reads messages from stdin, passes each to the tool, and answers it.
 
-A process and not a thread of the trainer, because mlflow imports for six seconds, wandb
-and trackio keep global state, print, and wait for the network when Python exits. Here none of it is the trainer's. When
-the trainer is killed, stdin ends, and what was sent is still delivered. One process for each tool: what one of them
-breaks, the others do not see.
+It is a process and not a thread of the trainer, because mlflow takes six seconds to import, and wandb and trackio keep
+global state, print, and wait for the network when Python exits. When the trainer is killed, stdin ends, and what was
+sent is still delivered. Each tool has a process of its own, so that a failure of one does not affect the others.
 
-Messages and answers are JSON objects in frames. They are all that a tool ever sees of a run: numbers, the settings as
-config.yaml has them, and tables of samples. Steps that the tool has already are not sent to it again: the run was
-resumed from a checkpoint and does them again, with the same result (docs/checkpoints.md). `trackers/NAME.json` records
-how far the tool is.
+Messages and answers are JSON objects in frames. They contain all that a tool learns of a run: numbers, the settings as
+in config.yaml, and tables of samples. A resumed run repeats steps after its checkpoint, with the same result
+(docs/checkpoints.md); the tool does not get them again. `trackers/NAME.json` records the last step that it has.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ T = TypeVar("T")
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL", re.IGNORECASE)
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _LEAST_SECRET = 6
-"""Shorter values of such variables are no secrets, and replacing them would garble text."""
+"""Shorter values of such variables are not treated as secrets: replacing every occurrence would garble the text."""
 Cell = str | float | int | bool | None
 
 
@@ -51,9 +49,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     tags: list[str]
     offline: bool
     config: dict[str, Cell]
-    """Dotted key -> value, with references to the environment and not what they stand for."""
+    """Dotted key -> value. References to environment variables are not resolved."""
     resumed_step: int | None
-    """The step that the run resumes from; None: it begins."""
+    """The step that the run resumes from; None: a new run."""
 
 
 class StepLine(msgspec.Struct, frozen=True, tag=True):
@@ -66,39 +64,39 @@ class StepLine(msgspec.Struct, frozen=True, tag=True):
     """All finite."""
     columns: list[str] = []
     rows: list[list[Cell]] = []
-    """A table of samples; empty: none with this step."""
+    """A table of samples; empty if this step has none."""
 
 
 class EndRun(msgspec.Struct, frozen=True, tag=True):
     finished: bool
-    """As intended, and not by an error."""
+    """False if an error ended the run."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To each message, when the tool has taken it."""
+    """Sent for each message, once the tool has processed it."""
 
     failure: str = ""
 
 
 class Mark(msgspec.Struct):
-    """How far a tool is, kept in the run directory."""
+    """The last step that a tool has, kept in the run directory."""
 
     begun: int = 0
     """How often the run has begun at its first step."""
     last_step: int = -1
     id: str = ""
-    """The tool's own id of its run, where it gives one."""
+    """The tool's own id of its run, if it assigns one."""
 
     @staticmethod
     def read(path: Path) -> Mark:
-        """An unreadable one counts as none."""
+        """The mark at `path`; a new one if there is none or it cannot be read."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=Mark)
         except (OSError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return Mark()
 
     def write(self, path: Path) -> None:
-        """In one piece. Raises OSError."""
+        """Write atomically. Raises OSError."""
         write_text(path, msgspec.json.encode(self).decode() + "\n")
 
 
@@ -109,32 +107,32 @@ ANSWER = msgspec.json.Decoder(Answer)
 
 
 class Tracker(Protocol):
-    """One tool. What it raises is reported to the trainer, which goes on."""
+    """One tool. Its exceptions are reported to the trainer, which carries on."""
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
         """Open or continue the tool's run.
 
         Args:
-            mark: its `id` may be set.
-            run: id of the run, another one each time that it has begun again.
+            mark: `begin` may set its `id`.
+            run: id of the run; a new one each time the run begins again at its first step.
 
         Returns:
-            The last step that the tool has, if it knows; steps up to it are passed over. None: as `mark` says.
+            The last step that the tool has; steps up to it are skipped. None: unknown, `mark.last_step` is used.
         """
 
     def step(self, line: StepLine) -> None:
-        """Take a step. Steps come in order, each once."""
+        """Log a step. Called in the order of steps, once for each."""
 
     def end(self, *, finished: bool) -> None:
-        """Deliver everything."""
+        """Deliver everything and close the tool's run."""
 
 
 class TensorBoard:
-    """An event file in `trackers/tensorboard`, by torch's writer.
+    """An event file in `trackers/tensorboard`, written by torch's SummaryWriter.
 
-    Metrics are grouped by the part before the first slash, as ours are. A resumed run opens a new file that begins
-    with the step it resumes at: TensorBoard drops what older files have from there on (`purge_step`). tensorboardX
-    would need less memory in this process than torch, but writes `pass@1` as `pass_1`.
+    TensorBoard groups metrics by the part before the first slash, which is how ours are named. A resumed run opens a
+    new file with `purge_step`, from which on TensorBoard hides what older files contain. tensorboardX would need less
+    memory in this process than torch, but writes `pass@1` as `pass_1`.
     """
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
@@ -160,31 +158,31 @@ class TensorBoard:
 
 
 class _Rows:
-    """Of wandb and trackio: a step is a row, and the samples are a table in one of its columns."""
+    """Shared by wandb and trackio: a step is a row, and the samples are a table in one of its columns."""
 
     _table: Any
     _run: Any
-    _how: Mapping[str, Any] = {}
+    _log_options: Mapping[str, Any] = {}
 
     def step(self, line: StepLine) -> None:
         row: dict[str, Any] = dict(line.metrics)
         if line.rows:
             row["samples"] = self._table(columns=line.columns, data=line.rows)
-        self._run.log(row, step=line.step, **self._how)
+        self._run.log(row, step=line.step, **self._log_options)
 
 
 class Wandb(_Rows):
-    """Weights & Biases: one run, its id the run directory's, its steps ours.
+    """Weights & Biases: one run with the run directory's id and our step numbers.
 
-    wandb takes steps in rising order only, so a resumed run goes on where its server says it is; offline, where the
-    mark says, in a second `offline-run-*` directory of the same id, which `wandb sync` adds to the first. What wandb
-    would collect by itself (console, git, code, command line) stays here: it may contain secrets.
+    wandb accepts steps only in increasing order, so a resumed run goes on after the last step that its server has.
+    Offline it goes on after the mark's step, in a second `offline-run-*` directory that `wandb sync` adds to the first.
+    What wandb would collect by itself (console, git, code, command line) is turned off: it may contain secrets.
     """
 
-    _how = {"commit": True}  # else a row waits for the next one
+    _log_options = {"commit": True}  # else each row would be sent only with the next one
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
-        _folder(begin, "wandb")  # which it takes itself
+        _folder(begin, "wandb")  # wandb puts its files there, given `dir=begin.directory`
         import wandb
 
         self._table = wandb.Table
@@ -204,7 +202,7 @@ class Wandb(_Rows):
             tags=begin.tags,
             config=begin.config,
             dir=begin.directory,
-            mode="offline" if begin.offline else None,  # None: as WANDB_MODE says
+            mode="offline" if begin.offline else None,  # None: from WANDB_MODE
             resume="allow",
             settings=settings,
         )
@@ -216,9 +214,9 @@ class Wandb(_Rows):
 
 
 class Trackio(_Rows):
-    """A local database in `trackers/trackio`, or the Space or server that trackio's own variables name.
+    """A local database in `trackers/trackio`, or the Space or server that trackio's own environment variables name.
 
-    `TRACKIO_DIR` chooses another directory, such as one for all runs of a project.
+    `TRACKIO_DIR` selects another directory, such as one for all runs of a project.
     """
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
@@ -227,10 +225,10 @@ class Trackio(_Rows):
         if begin.offline:
             for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
                 os.environ.pop(name, None)
-        import trackio  # reads its directory now
+        import trackio  # only now: its import reads TRACKIO_DIR
 
         self._table = trackio.Table
-        mark.id = mark.id or (begin.name if mark.begun <= 1 else f"{begin.name}-{mark.begun}")  # it knows names alone
+        mark.id = mark.id or (begin.name if mark.begun <= 1 else f"{begin.name}-{mark.begun}")  # runs have names alone
         self._run = trackio.init(
             project=begin.project,
             name=mark.id,
@@ -248,10 +246,10 @@ class Trackio(_Rows):
 
 
 class Mlflow:
-    """One run of an experiment, on the server of MLFLOW_TRACKING_URI or in files under `trackers/mlruns`.
+    """One run of an experiment, on the server at MLFLOW_TRACKING_URI or in files under `trackers/mlruns`.
 
-    `mlflow-skinny` is enough for both. MLflow has files in maintenance and asks for a confirmation, which is given here
-    where the user has named no server: a database would need the whole of mlflow.
+    `mlflow-skinny` is enough for both. MLflow's file store is in maintenance and has to be confirmed by a variable,
+    which is set here if the user names no server, since a database would need all of mlflow.
     """
 
     def begin(self, begin: Begin, mark: Mark, run: str) -> int | None:
@@ -267,23 +265,23 @@ class Mlflow:
             self._run = mark.id
             self._client.update_run(self._run, status="RUNNING")
             return int(self._client.get_run(self._run).data.metrics.get("step", -1))
-        found = self._client.get_experiment_by_name(begin.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(begin.project)
+        existing = self._client.get_experiment_by_name(begin.project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(begin.project)
         tags = {"dppo_megatron.run": run} | dict.fromkeys(begin.tags, "")
         self._run = mark.id = self._client.create_run(experiment, run_name=begin.name, tags=tags).info.run_id
         parameters = [Param(metric_name(key), str(value)[:6000]) for key, value in begin.config.items()]
-        for some in _batches(parameters, 100):  # this, 6000 characters and 1000 metrics are MLflow's own limits
-            self._client.log_batch(self._run, params=some)
+        for batch in _batches(parameters, 100):  # MLflow's own limits: 100 parameters, 6000 characters, 1000 metrics
+            self._client.log_batch(self._run, params=batch)
         return None
 
     def step(self, line: StepLine) -> None:
         metrics = [self._at(line, metric_name(name), value) for name, value in line.metrics.items()]
-        for some in _batches(metrics, 1000):
-            self._client.log_batch(self._run, metrics=some)
+        for batch in _batches(metrics, 1000):
+            self._client.log_batch(self._run, metrics=batch)
         if line.rows:
-            columns = {name: [row[place] for row in line.rows] for place, name in enumerate(line.columns)}
+            columns = {name: [row[column] for row in line.rows] for column, name in enumerate(line.columns)}
             self._client.log_table(self._run, columns, f"samples/step_{line.step:06d}.json")
-        self._client.log_batch(self._run, metrics=[self._at(line, "step", line.step)])  # last: how far the server is
+        self._client.log_batch(self._run, metrics=[self._at(line, "step", line.step)])  # last: `begin` reads it back
 
     def end(self, *, finished: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if finished else "FAILED")
@@ -298,21 +296,21 @@ TOOLS: dict[str, Callable[[], Tracker]] = {
 
 
 def _folder(begin: Begin, name: str) -> Path:
-    """A tool's folder in the run directory. Raises OSError for a link in its place."""
+    """A tool's folder in the run directory, created if missing. Raises OSError if it is a link."""
     folder = Path(begin.directory) / name
     make_directory(folder)
     return folder
 
 
 def metric_name(name: str) -> str:
-    """For MLflow: letters, digits, slashes and `_-. `; a hash keeps apart what the allowed form makes equal.
+    """A name that MLflow allows, of letters, digits, slashes and `_-. `. A hash keeps changed names distinct.
 
     Example: `eval/math/pass@1` -> `eval/math/pass_at_1`; `eval/é/x` -> `eval/_/x-1d9b0c` or the like.
     """
-    named = name.replace("@", "_at_")
-    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", named)
-    if plain != named or "_at_" in name or not re.fullmatch(r"[^/.][^/]*(/[^/.][^/]*)*", plain):
-        plain = re.sub(r"(^|/)(?=[/.]|$)", r"\1_", plain)  # MLflow takes names for paths, and refuses `..` and `//`
+    spelled = name.replace("@", "_at_")
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", spelled)
+    if plain != spelled or "_at_" in name or not re.fullmatch(r"[^/.][^/]*(/[^/.][^/]*)*", plain):
+        plain = re.sub(r"(^|/)(?=[/.]|$)", r"\1_", plain)  # MLflow treats names as paths, and refuses `..` and `//`
         return f"{plain}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
     return plain
 
@@ -323,7 +321,7 @@ def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table for a tool that has none; what a model wrote stays text."""
+    """A table as text, for TensorBoard. What a model wrote is escaped, so that it is not rendered as markup."""
     lines = [f"|{'|'.join(columns)}|", f"|{'|'.join('---' for _ in columns)}|"]
     lines += [f"|{'|'.join(_cell(cell) for cell in row)}|" for row in rows]
     return "\n".join(lines)
@@ -337,14 +335,14 @@ def _cell(value: Cell) -> str:
 
 
 class Sink:
-    """Between the messages and the tool: which steps it gets, and how far it is."""
+    """Passes the messages to the tool without the steps that it already has, and keeps its mark."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
         self._mark, self._path = Mark(), Path()
 
     def take(self, message: Begin | StepLine | EndRun) -> None:
-        """Raises what the tool raises."""
+        """Pass `message` to the tool. Raises whatever the tool raises."""
         if isinstance(message, Begin):
             self._begin(message)
         elif isinstance(message, EndRun):
@@ -359,31 +357,31 @@ class Sink:
         make_directory(directory)
         self._path = directory / f"{self._name}.json"
         self._mark = mark = Mark.read(self._path)
-        if begin.resumed_step is None:  # what an earlier attempt without a checkpoint has sent is another run
+        if begin.resumed_step is None:  # an earlier attempt that left no checkpoint stays a run of its own in the tool
             self._mark = mark = Mark(begun=mark.begun + 1)
         run = begin.run if mark.begun <= 1 else f"{begin.run}-{mark.begun}"
-        has = self._tracker.begin(begin, mark, run)
-        mark.last_step = mark.last_step if has is None else has
+        last_step = self._tracker.begin(begin, mark, run)
+        mark.last_step = mark.last_step if last_step is None else last_step
         mark.write(self._path)
 
 
 def scrubbed(text: str) -> str:
-    """`text` without what the environment holds in variables that are named like secrets, and without users in URLs."""
+    """`text` without the values of environment variables that are named like secrets, and without users in URLs."""
     secrets = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    for value in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
+    for value in sorted(secrets, key=len, reverse=True):  # longest first: one may be the beginning of another
         if len(value) >= _LEAST_SECRET:
             text = text.replace(value, "***")
     return _USER_IN_URL.sub("***", text)
 
 
 def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
-    """Until the messages end. Without an `EndRun` among them, the trainer was killed, perhaps within a message."""
+    """Answer messages until they end. If none was an `EndRun`, the trainer was killed, perhaps while it sent one."""
     ended = False
     while (frame := read_frame(messages.read)) is not None:
         message = TO_TRACKER.decode(frame)
         ended = isinstance(message, EndRun)
         answer = ENCODER.encode(Answer(_failure(sink, message)))
-        with suppress(OSError):  # the trainer is gone; the messages will end
+        with suppress(OSError):  # the trainer has died; the messages it has sent are still read to their end
             answers.write(framed(answer))
             answers.flush()
     if not ended:
@@ -393,15 +391,15 @@ def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
 def _failure(sink: Sink, message: Begin | StepLine | EndRun) -> str:
     try:
         sink.take(message)
-    except (Exception, SystemExit) as error:  # a tool that gives up must not take its process with it
-        return one_line(scrubbed(f"{type(error).__name__}: {error}"), 500)  # in this order: half a key is one too
+    except (Exception, SystemExit) as error:  # a tool that exits must not end this process
+        return one_line(scrubbed(f"{type(error).__name__}: {error}"), 500)  # shortened last: half a key is secret too
     return ""
 
 
 def _leave_after(limit_s: float, messages: IO[bytes]) -> None:
     """End this process `limit_s` after the other end of `messages` was closed, whatever the tool is doing."""
     poll = select.poll()
-    poll.register(messages, 0)  # no event but the hang-up, which comes before the last message is read
+    poll.register(messages, 0)  # reports only the hang-up, at once, even while unread messages are in the pipe
     poll.poll()
     time.sleep(limit_s)
     os._exit(1)
@@ -413,7 +411,7 @@ def main() -> None:
     ignore_signals(signal.SIGINT, signal.SIGTERM)  # the trainer handles them; this process ends with stdin
     messages, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # tools print, and ask
+    for descriptor in (0, 1, 2):  # tools print, and read answers to their questions
         os.dup2(nowhere, descriptor)
     threading.Thread(target=_leave_after, args=(limit_s, messages), daemon=True).start()
     serve(Sink(name, TOOLS[name]()), messages, answers)

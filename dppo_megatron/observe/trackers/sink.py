@@ -1,13 +1,13 @@
-"""The trainer's end of the trackers: hands each step over and goes on, whatever the tools do.
+"""The trainer's side of the trackers: queues each step and returns at once, whatever the tools do.
 
-    trainer, main thread      thread "NAME", one a tracker            process of NAME
+    trainer, main thread      thread "NAME", one per tracker          process of NAME
     step(line) ──▶ queue of 64 ──▶ writes a message, reads the answer ──▶ the tool ──▶ files, network
       never waits: a step that        waits for: the process                 waits for: its files and servers
       finds the queue full is lost
       to this tracker, and counted
 
-What a tracker fails at is counted, logged once, and in metrics.jsonl as `observe/tracker_failures`. One whose process
-or first message fails is lost: it is sent nothing more.
+A tracker's failures are counted (`observe/tracker_failures` in metrics.jsonl), and the first one is logged. A tracker
+whose process or first message fails is lost: nothing more is sent to it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from dppo_megatron.texts import log
 
 TRACKERS = "trackers"
 _QUEUE = 64
-"""Steps that may wait for a tool: a minute of second-long steps, while wandb logs in."""
-_COUNTING_S = 5.0
-"""For the thread of a killed process: milliseconds, but for a child of the tool that holds the pipe open."""
+"""Steps that may wait for a tool: with steps of one second, the minute in which wandb logs in."""
+_JOIN_S = 5.0
+"""For the thread of a killed process to end: it takes milliseconds, unless a child of the tool holds the pipe open."""
 _NO_STATISTICS = {
     "DO_NOT_TRACK": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
 }
-"""The tools' reports of their own use to their makers, also offline; a variable that is set keeps its value."""
+"""Turns off the usage statistics that the tools send to their makers, offline too; a variable already set is kept."""
 COLUMNS = ["group", "completion", "prompt", "text", "reference", "extracted", "reward", "advantage", "weight", "why"]
 _ROWS = 16
 _LONGEST_TEXT = 4000
 
 
 class _TrackerQueue:
-    """One tracker. `put`, `finish` and `close` are called by the main thread, the rest runs in a second one."""
+    """One tracker. The main thread calls `put`, `finish` and `close`; `_run` is a second thread."""
 
     def __init__(self, name: str, begin: Begin, limit_s: float) -> None:
         self.name = name
@@ -63,11 +63,11 @@ class _TrackerQueue:
 
     @property
     def failures(self) -> int:
-        """Steps that it has not got, and calls that failed."""
+        """Steps that it did not get, and calls that failed."""
         return self._dropped + self._failed
 
     def put(self, line: StepLine) -> None:
-        """Returns at once."""
+        """Queue a step; returns at once."""
         if self._queue.qsize() < _QUEUE:
             self._queue.put(line)
         else:
@@ -75,23 +75,23 @@ class _TrackerQueue:
             self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
 
     def finish(self, end: EndRun) -> None:
-        """Nothing comes after this. Returns at once."""
+        """Queue the last message; returns at once."""
         self._queue.put(end)
 
     def close(self, deadline: float) -> None:
-        """Deliver what waits, until `deadline` (of time.monotonic), then end the process. After `finish`."""
+        """After `finish`: deliver what is queued until `deadline` (of time.monotonic), then kill the process."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._fail(f"still sending after observe.tracking.drain_s = {self._limit_s:g} s; the rest is left")
+            self._fail(f"still sending after observe.tracking.drain_s = {self._limit_s:g} s; the rest is not sent")
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._thread.join(_COUNTING_S)  # counts what is left in the queue, now that its process has ended
+        self._thread.join(_JOIN_S)  # it counts the steps left in the queue, now that its process has ended
 
     def _run(self) -> None:
         try:
             self._process = _start(self.name, self._limit_s)
-            failure = self._ask(self._begin)
+            failure = self._send(self._begin)
         except OSError as error:
             failure = f"its process cannot be started: {error.strerror}"
         if failure:
@@ -102,11 +102,11 @@ class _TrackerQueue:
             message = self._queue.get()
             if self._is_lost:
                 self._failed += isinstance(message, StepLine)
-            elif failure := self._ask(message):
+            elif failure := self._send(message):
                 self._fail(failure)
 
-    def _ask(self, message: Begin | StepLine | EndRun) -> str:
-        """What went wrong; empty: nothing."""
+    def _send(self, message: Begin | StepLine | EndRun) -> str:
+        """Send a message and wait for its answer. Returns what failed; "" if nothing did."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(framed(ENCODER.encode(message)))
@@ -115,12 +115,12 @@ class _TrackerQueue:
         except (OSError, msgspec.DecodeError):
             self._is_lost = True
             return "its process has ended"
-        except UnicodeEncodeError as error:  # half a surrogate pair: in a name, since texts are made plain
-            return f"a text that is no Unicode: {error.reason}"
+        except UnicodeEncodeError as error:  # a lone surrogate in a name; those in texts are escaped before
+            return f"a text that is not valid Unicode: {error.reason}"
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, failure: str) -> None:
         self._failed += 1
-        self._note(why)
+        self._note(failure)
 
     def _note(self, failure: str) -> None:
         if not self._has_logged:
@@ -132,31 +132,31 @@ class Trackers:
     """All trackers of a run, from construction to `close`. On rank 0.
 
     Args:
-        names: `observe.trackers`; their packages are installed (`config/observe.py` has looked).
-        limit_s: for what is left to be sent at the end, of all of them together.
+        names: `observe.trackers`; `config/observe.py` has checked that their packages are installed.
+        limit_s: seconds that all of them together have to send what is queued at the end.
     """
 
     def __init__(self, names: Sequence[str], begin: Begin, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._feeds = [_TrackerQueue(name, begin, limit_s) for name in names]
+        self._queues = [_TrackerQueue(name, begin, limit_s) for name in names]
 
     @property
     def failures(self) -> int:
         """Of all trackers together, so far."""
-        return sum(feed.failures for feed in self._feeds)
+        return sum(one.failures for one in self._queues)
 
     def step(self, line: StepLine) -> None:
-        """Hand a step to every tracker; returns at once."""
-        for feed in self._feeds:
-            feed.put(line)
+        """Queue a step for every tracker; returns at once."""
+        for one in self._queues:
+            one.put(line)
 
     def close(self, *, finished: bool) -> None:
-        """Deliver what waits, within the limit."""
+        """Deliver what is queued, within the limit."""
         deadline = time.monotonic() + self._limit_s
-        for feed in self._feeds:  # all of them first: one that hangs must not use up the time of the others
-            feed.finish(EndRun(finished))
-        for feed in self._feeds:
-            feed.close(deadline)
+        for one in self._queues:  # all of them first: one that hangs must not use up the time of the others
+            one.finish(EndRun(finished))
+        for one in self._queues:
+            one.close(deadline)
 
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
@@ -168,12 +168,12 @@ def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Control-C at the terminal is the trainer's
+        start_new_session=True,  # else Control-C at the terminal would reach it too
     )
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line of metrics.jsonl; of each ledger row its kept fraction.
+    """The finite numbers of a line of metrics.jsonl, and the kept fraction of each ledger row.
 
     Example:
         >>> numbers({"a/b": 1, "c/d": None, "prune/ledger": [{"name": "prompt", "kept_fraction": 0.5}]})
@@ -188,7 +188,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
-    """Dotted key -> value; a list as text.
+    """Dotted key -> value; lists become text.
 
     Example:
         >>> settings({"rollout": {"engine": "hf"}, "steps": 4, "modules": ["a", "b"]})

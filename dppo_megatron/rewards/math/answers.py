@@ -1,10 +1,10 @@
-"""What a final answer can be: a number with a unit, a list, an interval, an equation, a time, a word; and the trees of
-expressions in it.
+"""The kinds of final answers (a number with a unit, a list, an interval, an equation, a time, a word), and the trees of
+the expressions in them.
 
 A tree is a nested tuple, so that equal trees compare equal:
 `("n", Fraction)`, `("s", name)`, `("c", "pi" | "e" | "i" | "inf")`, `("+", a, b)`, `("*", a, b)`, `("/", a, b)`,
-`("^", a, b)`, `("-", a)`, `("f", name, a ...)`, `("big", "sum" | "prod", name, from, to, body)`. What can be said by
-these has no kind of its own: a root is a power, a degree a multiple of pi.
+`("^", a, b)`, `("-", a)`, `("f", name, a ...)`, `("big", "sum" | "prod", name, from, to, body)`. Whatever these can
+express has no kind of its own: a root is a power, a degree a multiple of pi.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class AnswerList:
-    """Several answers: a `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition;
-    `cases` are tuples of a value and its condition; a `ratio` of three parts or more is what they are to the first; a
-    `grid` is a matrix, its rows tuples."""
+    """Several answers. A `list` has no brackets, a `tuple` has an order, a `set` has no order and no repetition.
+    `cases` are tuples of a value and its condition. A `ratio` of three or more parts holds their quotients with the
+    first. A `grid` is a matrix, whose rows are tuples."""
 
     kind: Literal["list", "tuple", "set", "cases", "ratio", "grid"]
     items: tuple[Answer, ...]
     signs: bool = field(default=False, compare=False)
-    """A list that was written with a plus-minus sign or `or`: never a tuple."""
+    """The list was written with a plus-minus sign or `or`, so it is never equal to a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Intervals:
 
     pieces: tuple[Piece, ...]
     name: str = ""
-    """The variable, where it is stated."""
+    """The variable, if it is stated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +99,21 @@ def symbols(node: Node) -> frozenset[str]:
     """The names of its variables."""
     if node[0] == "s":
         return frozenset([node[1]])
-    if node[0] == "big":  # each part once: sums in the bounds of sums
+    if node[0] == "big":  # each part is visited once, since sums may be nested in the bounds of sums
         return symbols(node[5]) - {node[2]} | symbols(node[3]) | symbols(node[4])
     return frozenset[str]().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
 
 
 def walk(node: Node) -> Iterator[Node]:
     """The tree and all the trees in it, each before its parts."""
-    left = [node]
-    while left:
-        yield (node := left.pop())
-        left += [part for part in reversed(node[1:]) if isinstance(part, tuple)]
+    stack = [node]
+    while stack:
+        yield (node := stack.pop())
+        stack += [part for part in reversed(node[1:]) if isinstance(part, tuple)]
 
 
 def substituted(node: Node, by: Mapping[str, Node]) -> Node:
-    """The tree with other trees for some of its variables, all at once."""
+    """The tree with `by`'s trees in place of its variables, all at once."""
     if node[0] == "s":
         return by.get(node[1], node)
     if node[0] == "big":

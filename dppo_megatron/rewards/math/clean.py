@@ -1,8 +1,8 @@
-# ruff: noqa: RUF001, RUF002 - the signs that look like others are what this file is about
-"""One spelling for what LaTeX, Unicode and people spell in many ways, before anything is parsed.
+# ruff: noqa: RUF001, RUF002 - this file is about characters that look like others
+"""Replaces the many spellings of LaTeX, Unicode and people by one, before anything is parsed.
 
-Only spellings that mean the same are made the same here; what changes a meaning (units, order, names) is decided by the
-comparison. Regular expressions without nested repetition: linear in the answer's length.
+Only spellings with the same meaning are unified here; differences of meaning (units, order, names) are left to the
+comparison. The regular expressions have no nested repetition, so they are linear in the answer's length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dppo_megatron.rewards.math.answers import Unreadable
 from dppo_megatron.rewards.math.patterns import regex
 
-# signs in pairs: what is read, and what it is spelled as
+# pairs: a sign, and its spelling here
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
@@ -45,13 +45,13 @@ _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
 _TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
-# words before an answer that carry no value
+# words before an answer that do not change it
 _FILLER = (
     r"(?i:exactly|only|just|precisely|the|there are|they are|diverges to(?= ?\}? ?-?\\infty)"
     r"|all(?= \}[a-z ]{1,3}\\[lg]e))"
 )
-_NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  # no circle: it may be none
-# how a command is spelled here: its other names; what only sets type is nothing
+_NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  # not `circle`, which may be wrong
+# spelling of a command here: the names that it replaces. What is only layout becomes a space.
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
     " blacksquare square qed Box quad qquad thinspace enspace medspace",
@@ -87,20 +87,20 @@ _MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
 _VECTOR = regex(r"\\(?:vec|hat|nabla)(?![A-Za-z])|\\(?:mathbf|boldsymbol|bm)\s*\{?\s*[a-z](?![A-Za-z])")
-# \text read as a tab and ext, \frac as a form feed and rac
+# `\t` of \text was read as a tab, `\f` of \frac as a form feed
 _READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
-_ESCAPED_TWICE = regex(  # on its way through JSON, say
+_ESCAPED_TWICE = regex(  # through JSON, for example
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|lg|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
-# signs of several characters in pairs: what is written, and how it is spelled here
+# pairs: a sign of several characters, and its spelling here
 _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
-    r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is no formula
+    r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is money
     r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
-    # {\rm cm} and {5 \over 6}, as TeX had them before LaTeX
+    # {\rm cm} and {5 \over 6}, in plain TeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
@@ -116,7 +116,7 @@ _RULES = {
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
     r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
     r"\\\{\s*(?=\\begin\{cases\})": "",
-    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # where lines are aligned, not before a condition
+    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # it aligns lines here; before a condition it stays
     # an opening brace before rows, without a closing one
     r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
     r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
@@ -136,7 +136,7 @@ _RULES = {
     r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
     r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
-    # fonts: a unit behind a number, a letter, a function, else text
+    # fonts: of a unit after a number, of a letter, of a function, else of text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
     r"\\(?:mathbf|boldsymbol|bm|pmb|vec)\s*(?:\{\s*([ijk])\s*\}|\s([ijk])(?![A-Za-z]))": r"\\hat{\1\2}",  # unit vectors
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
@@ -146,7 +146,7 @@ _RULES = {
     rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
-    # cm^{2} within the text, and metres over seconds as a fraction
+    # cm^{2} inside \text, and a fraction of two units
     r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",
     r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
@@ -183,8 +183,7 @@ _BRACKET = regex(
 
 
 def to_ascii(text: str) -> str:
-    """Digits of any script, full-width forms, mathematical signs and powers as LaTeX would write them; characters of no
-    width are dropped.
+    """Digits of any script, full-width forms, mathematical signs and powers in LaTeX, without zero-width characters.
 
     Example:
         >>> to_ascii("５x²")
@@ -210,24 +209,24 @@ def clean(text: str) -> str:
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
-        if not _VECTOR.search(text):  # a cross product is no other one; what is one is known to the parser
+        if not _VECTOR.search(text):  # with vectors \times may be a cross product, which the parser decides
             text = text.replace("\\times", " * ")
         for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
             text = text.replace(written, spelled + " " if spelled[1:].isalpha() else spelled)
         text = _REPEATING.sub(_as_fraction, re.sub(r"\\text\{\s*\}", " ", " ".join(text.split())))
-    return _without_paint(text)
+    return _without_wrapping(text)
 
 
 def _as_fraction(repeating: re.Match[str]) -> str:
     """1/6 for 0.1666..."""
-    whole, fixed, again = repeating.groups()
-    above = int(whole + fixed + again) - int(whole + fixed or 0)
-    return f"\\frac{{{above}}}{{{'9' * len(again) + '0' * len(fixed)}}}"
+    whole, fixed, period = repeating.groups()
+    above = int(whole + fixed + period) - int(whole + fixed or 0)
+    return f"\\frac{{{above}}}{{{'9' * len(period) + '0' * len(fixed)}}}"
 
 
-def _without_paint(text: str) -> str:
+def _without_wrapping(text: str) -> str:
     """Without final punctuation, braces around all of it and a bare trailing backslash."""
     for _ in range(16):
         shorter = text.strip()
@@ -243,8 +242,8 @@ def _without_paint(text: str) -> str:
 
 
 def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:
-    """Behind each bracket, how deep the text is nested, and where that is. Brackets count by nesting: `[0,1)` is one
-    pair; where `shapes` are named, these alone count."""
+    """For each bracket, the nesting depth after it and the position after it. Any opening and closing bracket make a
+    pair, as in `[0,1)`. If `shapes` is not empty, only brackets in it count."""
     depth = 0
     for bracket in _BRACKET.finditer(text, start):
         if not shapes or bracket.group() in shapes:
@@ -253,14 +252,14 @@ def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, 
 
 
 def closing(text: str, start: int = 0) -> int:
-    """Where the bracket at `start` is closed, -1 if it is not; a brace is by a brace alone."""
+    """Where the bracket at `start` is closed, -1 if it is not. A brace can be closed only by a brace."""
     levels = _levels(text, start, "{}" if text[start] == "{" else "")
     return next((end - 1 for depth, end in levels if depth < 1), -1)
 
 
 def split_top(text: str, separators: re.Pattern[str], *, keep: bool = False) -> list[str]:
-    """The text cut at separators that stand in no bracket of any kind and no environment, with these between the parts
-    if they are to be kept. Where brackets do not balance, nothing is cut.
+    """The text split at the separators outside all brackets and environments; with `keep`, the separators are returned
+    between the parts. If brackets do not balance, it is not split.
 
     Example:
         >>> split_top("(1,2), [3,4)", re.compile(","))

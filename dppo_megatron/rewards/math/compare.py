@@ -1,4 +1,4 @@
-"""Whether two answers are the same, decided by the reference's own kind; what is not sure is not the same."""
+"""Whether two answers are equal, decided by the reference's kind. Undecided comparisons count as not equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _EACH = 6
-"""Operations of a comparison beside those of its expressions: two lists of 100 may take 10,000 comparisons."""
+"""Operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
@@ -48,10 +48,10 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
-    """x = 5 and 5 are the same; x = 5 and y = 5 are not; f(x) = 2x and y = 2x are; y = 2x + 3 is y - 2x = 3."""
+    """x = 5 equals 5, but not y = 5; f(x) = 2x equals y = 2x; y = 2x + 3 equals y - 2x = 3."""
     mine, theirs = _letters(gold), _letters(other)
     if "_" in mine | theirs and (not mine or (isinstance(gold, Named) and gold.name in theirs)):
-        return False  # n is even for 0, and 2n for n is even
+        return False  # `n is even` is neither 0 nor 2n
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
@@ -64,7 +64,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _letters(answer: Answer) -> frozenset[str]:
-    """Those of its values; "_" of a class of residues."""
+    """The variables in its values; "_" for a residue class."""
     if isinstance(answer, Named):
         return _letters(answer.value)
     if isinstance(answer, AnswerList):
@@ -73,12 +73,12 @@ def _letters(answer: Answer) -> frozenset[str]:
 
 
 def _differ(gold: str, other: str) -> bool:
-    """Whether two names are of different things for certain: x and y, f(x) and g(x), AB and CD, Area and Volume; but
-    y is f(x), and anything may be called by a letter of its own."""
+    """Whether two names certainly mean different things: x and y, f(x) and g(x), AB and CD, Area and Volume. But y may
+    be f(x), and a letter may stand for anything that is not called by a letter itself."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
-    if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w and w:l
+    if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w is not w:l
         return True
     ours, theirs = (name.partition("(")[0] for name in (gold, other))
     if "(" in gold or "(" in other:
@@ -95,7 +95,7 @@ def _differ(gold: str, other: str) -> bool:
 
 
 def _with_variables(other: Named, gold: Named) -> Named:
-    """f(t) = t^2 with the reference's variable."""
+    """f(t) = t^2 as f(x) = x^2, if x is the reference's variable."""
     ours, theirs = _OF.fullmatch(gold.name), _OF.fullmatch(other.name)
     if ours is None or theirs is None or ours["head"] != theirs["head"] or not isinstance(other.value, Value):
         return other
@@ -115,9 +115,9 @@ def _relation(answer: Answer) -> answers.Relation | None:
 
 
 def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
-    """Equations with the same solutions up to a constant factor, inequalities up to a positive one, chains side by
-    side. An equation is its last side where the others are names or equal to it: xy = 6, 2 + 3 = 5; m + n = 12 as an
-    answer only, since the reference x + y = 12 is a line."""
+    """Compares equations up to a constant factor, inequalities up to a positive one, chains side by side. An equation
+    equals its last side if the others are names or equal to that: xy = 6, 2 + 3 = 5; for m + n = 12 only in an answer,
+    since the reference x + y = 12 is a line."""
     if isinstance(gold, answers.Relation) and isinstance(other, answers.Relation):
         if len(gold.sides) == len(other.sides) == 2:
             return _same_solutions(gold, other, rules.work)
@@ -152,7 +152,7 @@ def _only_names(node: Node, operations: str) -> bool:
 
 
 def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
-    """Order matters in tuples only; how often something is listed matters in lists only."""
+    """Compares rows: order counts in tuples only, repetition in lists only."""
     if not isinstance(gold, AnswerList) or not isinstance(other, AnswerList):
         row, plain = (gold, other) if isinstance(gold, AnswerList) else (other, gold)
         assert isinstance(row, AnswerList)
@@ -167,10 +167,10 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
             return False
         rules = rules.exact()
     if kinds == {"tuple", "set"} or ("tuple" in kinds and (gold.signs or other.signs)):
-        return False  # the point (3, -3) for plus-minus 3
+        return False  # plus-minus 3 is not the point (3, -3)
     names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
     if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
-        return False  # x = 2 or y = 3 for 2, 3
+        return False  # `x = 2 or y = 3` is not 2, 3
     items, others = gold.items, _as_named(other.items, gold.items)
     labels, other_labels = _labels(items), _labels(others)
     is_labelled = len(set(labels)) == len(items)
@@ -187,7 +187,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
-    """2 i - 3 j, of unit vectors, and (2, -3), also as a column or a row."""
+    """Whether `value` is the point as a sum of unit vectors: 2 i - 3 j is (2, -3), also as a column or a row."""
     letters = tuple(f"hat:{letter}" for letter in "ijk")
     rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
     is_line = min(len(rows), *map(len, rows)) == 1 if rows else True
@@ -200,7 +200,8 @@ def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
-    """Pair by pair; a parameter is one number in all of them, where they have no names but it is any whole number."""
+    """Compares pair by pair. A parameter is renamed in all of them alike, if the items have no names or it stands for
+    any whole number."""
     rows = [[row for row in side if isinstance(row, AnswerList) and row.kind == "tuple"] for side in (items, others)]
     ours, theirs = ([row.items for row in side] for side in rows)
     if len(ours) == len(items) and [*map(len, ours)] == [*map(len, theirs)]:  # all cells of a matrix
@@ -217,7 +218,7 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:
-    """What the items are called or counted in, where all of them are."""
+    """The items' names or units, if all items have one; else empty."""
     units = [item.unit.words if isinstance(item, Value) and item.unit else "" for item in items]
     names = [item.name.partition("_")[0] if isinstance(item, Named) else "" for item in items]
     labels = [name or unit for name, unit in zip(names, units, strict=True)]
@@ -225,7 +226,7 @@ def _labels(items: Sequence[Answer]) -> list[str]:
 
 
 def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
-    """Names are dropped where the reference has none: a = 1, b = 2 for 1, 2."""
+    """The items without their names, if the reference has none: a = 1, b = 2 becomes 1, 2."""
     if any(isinstance(item, Named) for item in gold):
         return items
     named = sorted((item for item in items if isinstance(item, Named)), key=lambda item: item.name)
@@ -235,20 +236,20 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
 
 
 def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    """In any order; first, unless each has a rule of its own, those that are written alike: a long list would take n^2
-    comparisons."""
-    left = list(other)
+    """Compares in any order. Items that are written alike are matched first, since a long list would take n^2
+    comparisons, unless each item has a tolerance of its own."""
+    unmatched = list(other)
     for index, item in sorted(enumerate(gold), key=lambda at: at[1] not in other):
-        is_there = item in left and len(rules.tolerances) < 2
-        found = item if is_there else next((one for one in left if equal(item, one, rules.item(index))), None)
-        if found is None:
+        is_alike = item in unmatched and len(rules.tolerances) < 2
+        match = item if is_alike else next((one for one in unmatched if equal(item, one, rules.item(index))), None)
+        if match is None:
             return False
-        left.remove(found)
-    return not left
+        unmatched.remove(match)
+    return not unmatched
 
 
 def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    """Whether each has its like on the other side; {2} is no member of {2}."""
+    """Whether each item equals one on the other side. Here a set does not equal its only member: {2} is not 2."""
 
     def alike(item: Answer, one: Answer) -> bool:
         are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
@@ -268,7 +269,7 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
     if left.name and right.name and left.name != right.name:
         return False
     merged = normal(left), normal(right)
-    if all(spans.pieces for spans in merged):  # else ends in the wrong order, which is no interval
+    if all(spans.pieces for spans in merged):  # else the ends are in the wrong order: compared as written
         left, right = merged
     return _one_to_one(left.pieces, right.pieces, rules.exact())
 
@@ -281,7 +282,7 @@ def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
-    """A tuple, or [1, 2], as the one row or column that the other answer is."""
+    """A tuple, or [1, 2], as a matrix of one row or column, whichever `like` is; other answers as they are."""
     if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
         (piece,) = answer.pieces
         if piece.low_closed and piece.high_closed:
@@ -308,18 +309,17 @@ def _folded(text: str) -> str:
 
 
 def _answers(gold: str, other: str) -> bool:
-    """Whether a sentence states a short reference: yes or no as its first word, or what something is."""
+    """Whether the sentence `other` states a short reference: yes or no as its first word, or what something is."""
     first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
     ends = ("is", "are") if gold.split()[0] not in _VERBS else tuple(subject[1:2])
-    said = [word for word in subject if word in ends]  # it is A or it is B
-    is_said = (
-        (len(first) == 1 or first in ("the", "this", "it", "that", "they")) and len(said) == 1 and said == subject[-1:]
-    )
-    return is_said and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    verbs = [word for word in subject if word in ends]  # two in `it is A or it is B`
+    has_subject = len(first) == 1 or first in ("the", "this", "it", "that", "they")
+    is_stated = has_subject and len(verbs) == 1 and verbs == subject[-1:]
+    return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
 _BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (

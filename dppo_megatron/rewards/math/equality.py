@@ -1,12 +1,12 @@
-"""Whether two trees are equal, proved and not sampled where that can be.
+"""Whether two trees are equal, by proof where possible, else by their values at points.
 
-- Rational functions (also in pi, e and i) and all that has steps (floor, absolute value, maximum): modulo a secret
+- Rational functions (also in pi, e and i) and trees with steps (floor, absolute value, maximum): proved modulo a secret
   prime (`field.py`).
-- Others: at secret points of both signs and of sizes from 1 to 10^7: exactly where the value is rational, else to 40
-  digits or more.
-- Variables named as whole numbers are (n, k, m ...) may be equal for whole numbers only: cos(n pi) is (-1)^n.
+- Others: compared at secret points of both signs and of sizes from 1 to 10^7, exactly if the values are rational, else
+  to 40 digits or more. The points are secret so that no answer can be made to fit them.
+- With variables that usually are whole numbers (n, k, m ...), trees may be equal for those only: cos(n pi) is (-1)^n.
 
-None, "cannot be said", is not a yes. An answer cannot be made for known points.
+None means undecided, which is not treated as equal.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _MAX_PERIOD = 60
 _PERIODIC = frozenset(["gcd", "lcm", "mod", "floor"])
 _SIZES = (1, 1, 4, 1, 1, 1, 30, 3, 300, 10**6, 10**5, 10**7, 10**7)
 _NEGATIVE = {1: "one", 4: "all", 7: "one", 10: "one", 12: "all"}
-"""Which of the sizes are for points of which one variable, or all, are below zero."""
+"""Indices of sizes at whose points one variable, or all, are negative."""
 _ENOUGH = 3
-"""Points at which two functions have to be equal; of whole numbers, four times as many."""
+"""Points at which two functions have to be equal; four times as many for whole numbers."""
 _DIGITS = (60, 120, 250, 500, 1000, 2000)
-"""Of which one is chosen: each has constants of its own, which take milliseconds the first time."""
+"""Precisions to choose from: each has constants of its own, which take milliseconds the first time."""
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
-    """Whether the trees are equal; None, which `work` keeps in mind, if that cannot be said.
+    """Whether the trees are equal; None if that is undecided, which also sets `work.has_doubt`.
 
     Example:
         >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
@@ -66,8 +66,8 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
-    """By their values. With two variables or more below zero, roots and logarithms of products have other branches than
-    products of roots; who writes them means positive numbers."""
+    """Compare by values. If two or more variables are negative, a root or logarithm of a product has another branch
+    than the product of roots. Such points are skipped, since roots are usually written for positive numbers."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
     outcomes = _outcomes(gold, other, points, work)
@@ -87,7 +87,7 @@ def _is_branched(node: Node) -> bool:
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
-    """Positive ones, then ones of which one, then all are negative, of growing size."""
+    """Secret points of growing size: positive ones, and some with one or all coordinates negative."""
     numbers = drawn(repr(names))
     for turn, size in enumerate(_SIZES):
         below = {"one": [numbers.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
@@ -96,7 +96,7 @@ def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
 
 
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit) -> bool | None:
-    """Equal for whole numbers: runs of small ones, large ones, and a whole period of what repeats."""
+    """Whether they are equal for whole numbers: small ones in a row, large ones, and a period of periodic functions."""
     sums = [part for node in walk(("+", gold, other)) if node[0] == "big" for part in walk(node)]
     if len(names) > 3 or ("c", "i") in sums or ("c", "pi") in sums:  # a sum of 17 cosines is 0 but at every 17th n
         return None
@@ -105,7 +105,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     start = sorted(numbers.sample(range(100, 500), len(names)))
     orders = enumerate([*itertools.permutations(names)] * 4)
     points += [{name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders]
-    near = len(points)
+    num_near = len(points)
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(numbers.randrange(1, bound)) for name in names} for bound in bounds]
     points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
@@ -120,22 +120,23 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     outcomes = _outcomes(gold, other, points, work)
     if outcomes[-1] == "different":
         return False
-    # what has a value, or is short enough, at the known points only is not the same
-    if "equal" not in outcomes[12:near] or "too big" in outcomes[12:near]:
+    # the first 12 points are not secret: trees with values at those alone are not accepted
+    if "equal" not in outcomes[12:num_near] or "too big" in outcomes[12:num_near]:
         return None
     return outcomes.count("equal") >= 4 * _ENOUGH or None
 
 
 def _has_period(node: Node) -> bool:
-    """Whether the numbers in it tell the period, if they do in its parts: floor(1 / (1 + n^2)) is 0 but at a point."""
+    """Whether the period follows from the numbers in the node, if so in its parts: not for floor(1 / (1 + n^2)), which
+    is 0 but at one point."""
     others = [part for part in node[2:] if part[0] != "n"]
-    if node[0] == "^":  # of (n/2)^5 it is 32
+    if node[0] == "^":  # not (n/2)^5, whose period is 32
         return not others and all(part[0] in "s+-*^" or (part[0] == "n" and part[1] % 1 == 0) for part in walk(node))
     return node[0] in "ns+-*" or node[:2] == ("f", "floor") or (node[0] == "/" and not others)
 
 
 def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit) -> list[str]:
-    """At each of the points, up to the first that tells them apart."""
+    """The outcome at each of the points, up to the first `different`."""
     outcomes = []
     for point in points:
         outcomes.append(_at(gold, other, point, work))
@@ -146,13 +147,13 @@ def _outcomes(gold: Node, other: Node, points: Iterable[Point], work: WorkLimit)
 
 def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
     """`equal`, `different`, `other branch` (of a root), `whole` (defined for whole numbers only), `outside` (one has a
-    factorial that is not defined), or `undefined` (or too large). What seems equal is looked at with as many digits as
-    the longest fraction beside the irrational part has, and 40 more."""
+    factorial that is not defined), `undefined` or `too big`. `equal` is checked again with 40 digits more than the
+    longest fraction has that was rounded."""
     bits = 0
     for digits in _DIGITS:
         if digits < 40 + bits // 3:
             continue
-        # e^{5t} at t = 290 takes 2000 digits: one far point must not take what the others need
+        # at most half: e^{5t} at t = 290 takes 2000 digits, and the other points need operations too
         allowed = work.left // 2 if values else work.left
         part = WorkLimit(allowed)
         try:
@@ -169,14 +170,14 @@ def _at(gold: Node, other: Node, values: Point, work: WorkLimit) -> str:
 
 
 def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLimit) -> tuple[str, int]:
-    """What `_at` finds, and the bits of the longest fraction that was rounded."""
+    """The outcome at `digits` digits, and the bits of the longest fraction that was rounded."""
     ours, theirs = (Evaluation(values, work, digits) for _ in range(2))
     left, right = _value(ours, gold), _value(theirs, other)
     if left is None or right is None:
-        # n!/(n-2)! is n(n-1), but at 1; where other letters stand, the reference has to be whole numbers' own
+        # n!/(n-2)! is n(n-1) but at n = 1. With letters other than n, k, ... only the reference may be undefined.
         is_outside = ours.is_outside or (theirs.is_outside and _WHOLE.issuperset(values))
         return "undefined" if left is right or not values else "outside" if is_outside else "different", 0
-    if isinstance(left, Fraction) and isinstance(right, Fraction):  # a floor's may come from digits
+    if isinstance(left, Fraction) and isinstance(right, Fraction):  # with bits, since a floor may be of a rounded value
         return "equal" if left == right else "different", max(ours.bits, theirs.bits)
     left, right = ours.lift(left), theirs.lift(right)
     bits, tiny = max(ours.bits, theirs.bits), ours.tiny * max(abs(left), abs(right), ours.largest, theirs.largest)
@@ -187,7 +188,7 @@ def _compared(gold: Node, other: Node, values: Point, digits: int, work: WorkLim
 
 
 def _value(at: Evaluation, node: Node) -> Any:
-    """None where it has none."""
+    """The value; None if there is none."""
     try:
         return at.of(node)
     except (Undefined, ZeroDivisionError, ValueError):

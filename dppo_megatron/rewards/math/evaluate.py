@@ -1,8 +1,8 @@
-"""The value of a tree where its variables have values, in a bounded number of operations.
+"""The value of a tree at given values of its variables, in a bounded number of operations.
 
-Numbers stay fractions as long as they can; what is irrational is computed to many digits (mpmath, imported on first
-use). Nothing here looks at a clock: each operation is paid from the grading's `WorkLimit`, and what costs more than is
-left, or has more digits than are worth computing, is `TooBig`.
+Numbers stay fractions as long as possible; irrational ones are computed to many digits (mpmath, imported on first use).
+No clock is used: each operation is charged to the grading's `WorkLimit`, and one that costs more than is left, or whose
+result has more digits than are worth computing, raises `TooBig`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Point = Mapping[str, Fraction]
 _MAX_BITS = 40_000
 _MAX_FACTORIAL = 3000
 _ALONE = 1000
-"""Operations of a constant that is looked at by itself, while reading: a text has hundreds of them at most."""
+"""Operations for one constant while a text is read, which contains a few hundred of them at most."""
 WORK = 20_000
 """Operations of one grading: about 30 ms."""
 
 _MOST_SUMS = 8
-"""In one another: calls so deep cost more, and 30 sums took 0.12 s of the 0.03 that WORK stands for."""
+"""Most sums nested in each other: deep calls cost more, and 30 nested sums took 0.12 s, where WORK is 0.03 s."""
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
 _GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
@@ -46,7 +46,7 @@ class Discrete(Exception):
 
 
 class WorkLimit:
-    """What is left of a grading's operations."""
+    """The operations that a grading may still use."""
 
     def __init__(self, left: int = WORK) -> None:
         self.left = left
@@ -54,13 +54,13 @@ class WorkLimit:
         """Whether a comparison could not be decided."""
 
     def spend(self, operations: int = 1) -> None:
-        """Raises TooBig where there are not as many left, from then on always."""
+        """Raises TooBig if fewer operations are left, and in every later call."""
         self.left -= operations
         if self.left < 0:
             raise TooBig("too many operations")
 
 
-@functools.cache  # making it takes a millisecond
+@functools.cache  # creating it takes a millisecond
 def _arithmetic(digits: int) -> Any:
     import mpmath
 
@@ -76,44 +76,44 @@ def rational(node: Node, values: Point | None = None, work: WorkLimit | None = N
 
 
 def approximate(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
-    """The value, of what is irrational in double precision; None if there is no real one."""
+    """The value, in double precision if it is irrational; None if there is no real one."""
     value = _value(node, values, work)
     if value is None or isinstance(value, Fraction):
         return value
-    near = complex(value)
-    return Fraction(near.real) if math.isfinite(abs(near)) and abs(near.imag) <= 1e-12 * abs(near) else None
+    number = complex(value)
+    return Fraction(number.real) if math.isfinite(abs(number)) and abs(number.imag) <= 1e-12 * abs(number) else None
 
 
 def _value(node: Node, values: Point | None, work: WorkLimit | None) -> Any:
     try:
         at = Evaluation(values or {}, work or WorkLimit(_ALONE))
         value = at.of(node)
-        return None if isinstance(value, Fraction) and at.bits > 60 else value  # a floor that takes more than 60 digits
+        return None if isinstance(value, Fraction) and at.bits > 60 else value  # a floor may need more than 60 digits
     except (TooBig, Undefined, Discrete, RecursionError, ArithmeticError, ValueError):
         return None
 
 
 class Evaluation:
-    """Of trees at one point, with so many decimal digits of what is irrational: real where it can be, else complex.
-    Attributes say how far its values can be trusted."""
+    """Evaluates trees at one point, irrational values to `digits` decimal digits: real if possible, else complex. The
+    attributes tell how far its values can be trusted."""
 
     def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
         self.values, self.work = dict(values), work
         self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
-        """Relative to the terms: what differs by less may be equal. 20 digits are for rounding errors."""
+        """Relative to the terms: values that differ by less may be equal. 20 digits are left for rounding errors."""
         self.has_branch = False
-        """Whether a root, power or logarithm of something not positive was taken: one of several values."""
+        """Whether a root, power or logarithm of a number that is not positive was taken, which has several values."""
         self.largest: Any = 0
-        """Of the terms of all sums: what a difference of nearly equal ones is to be measured by."""
+        """The largest term of all sums, by which a difference of nearly equal ones is judged."""
         self.bits = 0
-        """Of the longest fraction that was rounded."""
+        """Length of the longest fraction that was rounded."""
         self._sums_around = 0
         self.is_outside = False
-        """Whether a factorial or binomial was asked for where it is not defined."""
+        """Whether a factorial or binomial was evaluated where it is not defined."""
 
     def of(self, node: Node) -> Any:
-        """A Fraction where that is exact, else a number of mpmath."""
+        """A Fraction if the value is exact, else a number of mpmath."""
         self.work.spend()
         kind = node[0]
         if kind == "n":
@@ -135,7 +135,7 @@ class Evaluation:
         return self._function(node[1], [self.of(part) for part in node[2:]]) if kind == "f" else self._big(node)
 
     def lift(self, value: Any) -> Any:
-        """A number of mpmath, which a fraction is rounded to."""
+        """`value` as a number of mpmath; a fraction is rounded."""
         if isinstance(value, Fraction):
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
             self.bits = max(self.bits, bits)
@@ -151,9 +151,9 @@ class Evaluation:
         result = left + right if kind == "+" else left * right if kind == "*" else left / right
         if kind == "+":
             self.largest = max(self.largest, abs(left), abs(right))
-        of_size = self.largest if kind == "+" else result
-        if not self._is_nothing(of_size):  # of a sum with 150 factors pi and without them, all but these is rounded off
-            self.bits = max(self.bits, abs(self._arithmetic.mag(of_size)))
+        size = self.largest if kind == "+" else result
+        if not self._is_zero(size):  # beside a term with 150 factors pi, small terms would be rounded away
+            self.bits = max(self.bits, abs(self._arithmetic.mag(size)))
         return result
 
     def _fits(self, value: Fraction) -> Fraction:
@@ -167,16 +167,16 @@ class Evaluation:
         power, value = self.of(exponent), self.of(base)
         if base == ("c", "e"):
             return Fraction(1) if power == 0 else self._called("exp", self.lift(power))
-        if self._is_nothing(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
+        if self._is_zero(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
             raise TooBig("0 to a power that may be 0")
         return self._raised(value, power)
 
-    def _is_nothing(self, value: Any) -> bool:
-        """Whether it is 0, or may be but for rounding."""
+    def _is_zero(self, value: Any) -> bool:
+        """Whether it is 0, or may be 0 apart from rounding errors."""
         return not value or (not isinstance(value, Fraction) and abs(value) <= self.tiny)
 
     def _raised(self, base: Any, power: Any) -> Any:
-        """Real for odd roots of real numbers."""
+        """base^power; odd roots of real numbers are real."""
         if not base:
             if power.real > 0:
                 return Fraction(0)
@@ -187,14 +187,14 @@ class Evaluation:
                 return -root if power.numerator % 2 else root
             if isinstance(base, Fraction) and (root := _exact_root(base, power.denominator)) is not None:
                 bits = max(root.numerator.bit_length(), root.denominator.bit_length())
-                if (bits - 1) * abs(power.numerator) > _MAX_BITS:  # a power of 1 is short
+                if (bits - 1) * abs(power.numerator) > _MAX_BITS:  # bits - 1, so that 1 may have any power
                     raise TooBig
                 return self._fits(root**power.numerator)
             if power.denominator == 1:
                 if abs(power) > _MAX_BITS:
                     raise TooBig
                 result = base ** int(power)
-                self.bits = max(self.bits, 0 if self._is_nothing(base) else abs(self._arithmetic.mag(result)))
+                self.bits = max(self.bits, 0 if self._is_zero(base) else abs(self._arithmetic.mag(result)))
                 return result
         base = self.lift(base)
         if power == Fraction(1, 2):
@@ -209,14 +209,14 @@ class Evaluation:
         return self._called("log", value)
 
     def _called(self, name: str, value: Any) -> Any:
-        """A function of mpmath, without an imaginary part that is nothing."""
+        """A function of mpmath; real if the imaginary part is 0."""
         self.work.spend(self._cost)
-        if name in _GROWING:  # a sum needs the digits of e^{-4900} to be told from one without it
+        if name in _GROWING:  # a sum with e^{-4900} differs from one without it only in far digits
             if abs(value) > 1e5:
                 raise TooBig
             self.bits = max(self.bits, 2 * int(abs(value.real)))
         result = getattr(self._arithmetic, name)(value)
-        if not self._arithmetic.isfinite(result):  # arctan(i), which is as near to 8 as infinity is to itself
+        if not self._arithmetic.isfinite(result):  # as for arctan(i): infinity would compare as equal to anything
             raise Undefined(name)
         return result if result.imag else result.real
 
@@ -247,7 +247,7 @@ class Evaluation:
         if name not in _TRANSCENDENTAL:
             raise Undefined(name)
         self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
-        self.largest = max(self.largest, abs(value))  # sin(pi) is as near to 0 as pi is to itself
+        self.largest = max(self.largest, abs(value))  # sin(pi) has the rounding error of pi
         if abs(value) > 1e12:
             raise TooBig
         return self._called(name.replace("arc", "a"), value)
@@ -290,18 +290,18 @@ class Evaluation:
             self.values = {**outside, name: Fraction(index)}
             result = self._operation("+" if kind == "sum" else "*", result, self.of(body))
         self.values, self._sums_around = outside, self._sums_around - 1
-        if first <= last and self._is_nothing(result) and symbols(low) | symbols(high):  # \prod_{k=1}^{(n-7)^2} 0
-            raise TooBig("0 but for no terms, maybe")
+        if first <= last and self._is_zero(result) and symbols(low) | symbols(high):  # \prod_{k=1}^{(n-7)^2} 0 at n = 7
+            raise TooBig("0, but perhaps not if it has no terms")
         return result
 
 
-@functools.cache  # a sum of factorials would compute each of them anew
+@functools.cache  # else a sum of factorials would compute each of them from scratch
 def _factorials() -> list[int]:
     return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """None if it is not rational, or so long that many digits have to say so."""
+    """The root; None if it is not rational, or `value` is too long to tell."""
     if degree == 1:
         return value
     if value < 0 or (degree > 2 and max(value.numerator, value.denominator) >> 150):

@@ -1,9 +1,9 @@
 """Finds the final answer in a completion.
 
-A mark is, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, "the answer is x" at the
-end, and an equation that ends the text as a whole sentence (`... = 12.`). A stronger mark that is broken (an
-unterminated box, an empty one) is no answer: nothing earlier or weaker is looked for, so a truncated completion cannot
-be paid for a guess that it had given up. Everything here is one pass over the text: 1 MB of braces takes well under a
+Marks, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, "the answer is x" at the end,
+and an equation that ends the text as a whole sentence (`... = 12.`). If a stronger mark is broken (an unterminated or
+empty box), there is no answer. Earlier or weaker marks are then not searched, so that a truncated completion is not
+rewarded for a guess that it had given up. Everything here is one pass over the text: 1 MB of braces takes well under a
 second.
 """
 
@@ -17,24 +17,24 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
 MAX_ANSWER_CHARS = 4000
-"""A final answer longer than this is not graded: nobody's reference is, and parsers are not linear."""
+"""A final answer longer than this is not graded: no reference is as long, and parsing takes more than linear time."""
 
 
 class Extraction(NamedTuple):
-    """What was found."""
+    """The final answer of a completion, or why there is none."""
 
     parts: tuple[str, ...]
-    """The final answer; several where boxes stand side by side (`\\boxed{1}` and `\\boxed{2}`); empty if none."""
+    """The final answer; several for boxes side by side (`\\boxed{1}` and `\\boxed{2}`); empty if there is none."""
     mark: str
-    """`box`, `tag`, `####`, `stated` or `equation`; empty if none."""
+    """`box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer."""
     why: str = ""
-    """Why there is none."""
+    """Why there is no answer."""
 
 
-_BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # \\boxed too, as texts that were escaped twice have it
+_BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # also \\boxed, in texts that were escaped twice
 _OPENING = regex(r"\s*\{")
-_BRACE = regex(r"\\.|[{}]", re.DOTALL)  # a brace, or what is escaped
-# `a = -\boxed{256}` says -256; a dash that begins a line of a list says nothing
+_BRACE = regex(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which is none
+# `a = -\boxed{256}` is -256; a dash at the start of a list item is no sign
 _MINUS = regex(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
 _MAX_BOXES = 2000
 _BARE = regex(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
@@ -67,7 +67,7 @@ _PROSE = regex(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re
 _LAST_NAME = regex(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
 _WORDS = regex(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE_BEGIN = regex(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
-_NOT_A_RESULT = regex(  # a condition, a task or a doubt: the equation is then not what the text comes to
+_NOT_A_RESULT = regex(  # a condition, a task or a doubt: the equation is then not the result of the text
     r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
     r"|calculate|determine|simplify|express|prove|show|what|how|such that|not|cannot|never|no|wrong|maybe|perhaps|guess"
     r"|try|check|consider|need|want|would|could|should|might|may|reject|exclude|contradicts?|except|without|claims?|asks?)"
@@ -80,7 +80,7 @@ _DOUBTED = regex(
 
 
 def extract(text: str, *, strict: bool = False) -> Extraction:
-    """The final answer of a completion. Where it is `strict`, only a box, a tag or `####` is a mark.
+    """The final answer of a completion. With `strict`, only a box, a tag or `####` is a mark.
 
     Example:
         >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
@@ -88,7 +88,7 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
         'the last box is not closed'
     """
-    # outside `<think>`; templates that prefill it leave only its end in the completion
+    # Only outside `<think>`. If the template prefills that, the completion has only its end.
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     if (found := _from_boxes(text)) is not None:
         return found
@@ -99,7 +99,7 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
         return Extraction((), "", "no final answer")
-    tail = _END_OF_TURN.sub("", text[-2000:])  # what is stated earlier than this is not the end of the completion
+    tail = _END_OF_TURN.sub("", text[-2000:])  # an answer that is stated earlier is not at the completion's end
     return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
 
 
@@ -113,17 +113,17 @@ def _found(answer: str, mark: str) -> Extraction:
 
 
 def _from_boxes(text: str) -> Extraction | None:
-    """The last box, or the row of boxes at the end; None if boxes are only spoken of."""
+    """The last box, or the row of boxes at the end; None if there is none, or `\\boxed` is only mentioned."""
     marks = list(itertools.islice(_BOX.finditer(text), _MAX_BOXES + 1))
     if len(marks) > _MAX_BOXES:
         return Extraction((), "", f"more than {_MAX_BOXES} boxes")
-    closed_at, open_braces = {}, []  # by where the content begins
+    closed_at, open_braces = {}, []  # where a brace's content begins -> where it is closed
     for brace in _BRACE.finditer(text, marks[0].start()) if marks else ():
         if brace.group() == "{":
             open_braces.append(brace.end())
         elif brace.group() == "}" and open_braces:
             closed_at[open_braces.pop()] = brace.start()
-    boxes: list[tuple[int, int, int]] = []  # in no other box: (of the mark, of the content, of the closing brace)
+    boxes: list[tuple[int, int, int]] = []  # outer boxes: positions of mark, content and closing brace
     end = None
     for mark in marks:
         content = mark.end()
@@ -143,7 +143,7 @@ def _from_boxes(text: str) -> Extraction | None:
 
 
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
-    """The last box with those that stand beside it with nothing but `and`, `or` or a comma between."""
+    """The last box, and those before it that are separated only by `and`, `or` or a comma."""
     start = len(boxes) - 1
     while start > 0 and len(boxes) - start < 64:
         between = text[boxes[start - 1][2] + 1 : boxes[start][0]]
@@ -152,7 +152,7 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
         start -= 1
     parts: list[str] = []
     for mark, content, end in boxes[start:]:
-        inside = _BOX.sub("", text[content:end])  # boxes inside a box are only paint
+        inside = _BOX.sub("", text[content:end])  # boxes inside a box mean nothing
         if _MINUS.search(text, max(0, mark - 20), mark):
             inside = f"-({inside})" if re.search(r"[-+,;]", inside) else f"-{inside.lstrip()}"
         found = _found(inside, "box")
@@ -164,7 +164,7 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
 
 
 def _stated(tail: str) -> Extraction | None:
-    """`The answer is x.` with nothing of substance behind it."""
+    """`The answer is x.` with nothing of substance after it."""
     *_, last = (None, *_STATED.finditer(tail))
     if last is None:
         return None
@@ -182,20 +182,20 @@ def _stated(tail: str) -> Extraction | None:
         stop = sentence.start() if sentence else len(rest)
         answer, behind = rest[:stop], rest[stop:]
     if not _STATED_TAIL.fullmatch(behind):
-        return Extraction((), "", "the text goes on behind the stated answer")
+        return Extraction((), "", "the text goes on after the stated answer")
     return _found(answer.strip().strip("*"), "stated")
 
 
 def _last_equation(tail: str) -> Extraction | None:
-    """The right side of an equation with which the text ends as a complete sentence, as derivations do that nobody
-    asked to mark their answer: `Therefore, the area is $12-2=10$.`
+    """The right side of an equation that ends the text as a complete sentence. Derivations end so if the prompt does
+    not ask to mark the answer: `Therefore, the area is $12-2=10$.`
 
-    A text without a full stop may have been cut off, and is not looked at. `3x + 4y = 0` and `x = 1, x = 2` are answers
-    as a whole, which nothing here marks.
+    A text without a full stop may have been cut off, so it gives no answer. Nor do `3x + 4y = 0` and `x = 1, x = 2`,
+    which are answers as a whole.
     """
     end = _FULL_STOP.search(tail)
-    if end and (said := _CONCLUSION.search(tail[: end.start()])) and not _NOT_A_RESULT.search(said.group()):
-        return _found(said[1].replace("$", " "), "equation")
+    if end and (stated := _CONCLUSION.search(tail[: end.start()])) and not _NOT_A_RESULT.search(stated.group()):
+        return _found(stated[1].replace("$", " "), "equation")
     found = end and _LAST_EQUATION.search(tail[: end.start()].rstrip(" \n."))
     if not found:
         return None

@@ -1,10 +1,10 @@
 """Proves that two trees are equal by their values modulo a secret prime, at a secret point (Schwartz-Zippel).
 
-Two different rational functions agree there with a chance of about degree / 2^250. Where there are steps (floor,
-absolute value, maximum), all that is no rational function is a letter of its own, with the rules that hold for it
-everywhere: |u| is u or -u, and both are tried, in every combination, unless u is a sum of squares, say; floor(u + 3) is
-floor(u) + 3. So |x - 5| is not 5 - x, which it equals at every point below 5, and no place has to be found where a
-function changes its branch. What does not follow from these rules is not proved: |x^2 - x + 1| is not x^2 - x + 1 here.
+Two different rational functions agree there with a probability of about degree / 2^250. In trees with steps (floor,
+absolute value, maximum), everything that is not a rational function is treated as a letter of its own, with rules that
+hold everywhere: floor(u + 3) is floor(u) + 3; |u| is u or -u, and all combinations of signs are tried, unless u is a
+sum of squares, for example. So |x - 5| is not 5 - x, which it equals at every point below 5, and no point has to be
+found where a function changes its branch. What these rules do not imply is not proved, as |x^2 - x + 1| = x^2 - x + 1.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 _SECRET = os.urandom(16)
 _SMALL = 1 << 90
-"""A quotient of numbers below this is a constant: a random residue is one with a chance of 2^-70."""
+"""A quotient of numbers below this counts as a constant: a random residue is one with a probability of 2^-70."""
 _MAX_SIGNS = 10
 _SQUARE_POINTS = 12
-"""Where a value has a root if it is a square: another one has none at one of them."""
+"""Points at which it is tested whether a value is a square: one that is not has no root at some of them."""
 
 
 class _NotRational(Exception):
-    """No rational function, nor a letter of its own where those are allowed."""
+    """The tree is no rational function, and cannot be treated as a letter of its own."""
 
 
 def drawn(purpose: str) -> Random:
-    """Numbers that nobody knows who does not know the secret, the same ones for the same purpose. The secret is drawn
-    once a process."""
+    """Random numbers that cannot be predicted without the secret, which is drawn once per process; the same numbers for
+    the same purpose."""
     from random import Random
 
     return Random(_SECRET + purpose.encode())
 
 
 def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
-    """True for trees that are equal, False for rational functions that are not; None: nothing is proved.
+    """True for equal trees, False for rational functions that differ, None if neither is proved.
 
     Raises:
-        TooBig: too many combinations of signs, say.
+        TooBig: it takes too many operations or combinations of signs.
     """
     pair = ("+", gold, other)
     has_letters, is_gaussian = bool(steps(pair)), ("c", "i") in walk(pair)
@@ -57,8 +57,8 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 
 def steps(node: Node) -> set[str]:
-    """Which functions change their branch somewhere; the root of a square is an absolute value."""
-    if node[0] == "big":  # its letter is as free as its bounds are, which in one another would be as long as 2^n
+    """Functions in the tree that change their branch somewhere; the root of a square counts as an absolute value."""
+    if node[0] == "big":  # its letter varies if its bounds do; inserting nested bounds would make trees of length 2^n
         _, _, name, low, high, body = node
         body = body if symbols(low) | symbols(high) else substituted(body, {name: ("n", Fraction(997, 7))})
         return steps(low) | steps(high) | steps(body)
@@ -71,25 +71,25 @@ def steps(node: Node) -> set[str]:
 
 
 def _is_root(node: Node) -> bool:
-    """Of degree two."""
+    """Whether it is a square root, perhaps of a power."""
     power = _exponent(node[2]) if node[0] == "^" else None
     return power is not None and power.denominator == 2
 
 
 @functools.lru_cache(maxsize=1024)
 def _exponent(node: Node) -> Fraction | None:
-    """Its value, in operations that nobody counts: 50 sums as exponents were computed anew for each choice of signs."""
+    """The exponent's value, cached and not charged: 50 sums as exponents were computed anew for each choice of sign."""
     return rational(node, None, WorkLimit(100))
 
 
 def _whole_power(node: Node) -> int | None:
-    """The exponent of a power, if it is a whole number that is worth computing with."""
+    """The exponent of a power, if it is a whole number of less than 4,000 bits."""
     power = _exponent(node[2])
     return int(power) if power is not None and power.denominator == 1 and abs(power) < 1 << 4000 else None
 
 
 def _never_negative(node: Node) -> bool:
-    """Whether its form shows that no real numbers make it negative: x^2 + 1, but not x^2 - 2 x + 1."""
+    """Whether its form shows that it is never negative for real numbers: x^2 + 1, but not x^2 - 2 x + 1."""
     if node[0] == "n":
         return bool(node[1] >= 0)
     if node[0] in ("+", "*", "/"):
@@ -102,12 +102,12 @@ def _never_negative(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_square(inside: Node) -> bool:
-    """Whether a tree is the square of another one, or a number times such a square: whether it has a root is then the
-    same everywhere."""
+    """Whether a tree is the square of another one, or a number times such a square. Then it has a root either at every
+    point or at none."""
     if not symbols(inside):
         return False
-    work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # each of 38 roots in one another is asked
-    is_gaussian = ("c", "i") in walk(inside)  # modulo another prime no number is i, and none would be found
+    work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # less for each, since 38 nested roots call this
+    is_gaussian = ("c", "i") in walk(inside)  # modulo any other prime, -1 has no root to stand for i
     points = (_FieldPoint(part, True, is_gaussian, work) for part in range(_SQUARE_POINTS))
     try:
         first = next(points).has_root(inside)
@@ -118,7 +118,7 @@ def _is_square(inside: Node) -> bool:
 
 @functools.cache
 def _prime(is_gaussian: bool) -> int:
-    """A secret one. Modulo a gaussian one -1 has a root, modulo the other each square has a root that is a square."""
+    """A secret prime. Modulo a gaussian one -1 has a root; modulo the other one root of each square is a square."""
     numbers = drawn("prime")
     while True:
         prime = numbers.getrandbits(248) * 4 + (1 if is_gaussian else 3)
@@ -138,7 +138,7 @@ def _letter(name: str, place: str, prime: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _sign_of_ratio(residue: int, prime: int) -> int:
-    """Of the quotient of small numbers that it is; 0 if it is none (the extended Euclidean algorithm, half way)."""
+    """The sign, if the residue is a quotient of small numbers, else 0: half of the extended Euclidean algorithm."""
     above, below, before, factor = prime, residue, 0, 1
     while below > _SMALL:
         above, below, before, factor = below, above % below, factor, before - above // below * factor
@@ -146,14 +146,14 @@ def _sign_of_ratio(residue: int, prime: int) -> int:
 
 
 class _FieldPoint:
-    """Residues of all letters, and what is known of signs and whole parts there."""
+    """A point: the residues of all letters, and what is known of signs and whole parts there."""
 
     def __init__(self, part: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
         self._place, self._has_letters, self._work = f"{part}", has_letters, work
         self._prime = _prime(is_gaussian)
         self._start()
         self._path: list[int] = []
-        """The signs that are tried: of the first value that has none, of the next one ..."""
+        """The combination of signs that is tried: for each value of unknown sign, in the order in which they occur."""
 
     def agree(self, gold: Node, other: Node) -> bool:
         """Whether both trees have the same value, for every combination of signs that there may be."""
@@ -216,9 +216,9 @@ class _FieldPoint:
         return _letter(f"{names} {parts}", self._place, self._prime)
 
     def _size(self, node: Node, power: Fraction) -> int:
-        """|node| to a power, which may be a half, factor by factor."""
+        """|node| to `power`, which is whole or half a whole number, computed factor by factor."""
         self._work.spend(sum(1 for _ in walk(node)) // 4)
-        if self._prime % 4 == 1:  # |u| may be neither u nor -u, and the root of a square is another power
+        if self._prime % 4 == 1:  # with i, |u| may be neither u nor -u; and the power for roots is for the other prime
             raise _NotRational
         is_half, value = power.denominator == 2, self._of(node)
         times = _whole_power(node) if node[0] == "^" else None
@@ -257,20 +257,20 @@ class _FieldPoint:
         return value * sign % self._prime
 
     def _sign(self, value: int) -> int:
-        """0 if it is not known."""
+        """The sign, from a value of known sign of which this is a multiple; 0 if there is none."""
         for known, sign in self._signs:
             self._work.spend(25)
-            if turned := _sign_of_ratio(value * pow(known, -1, self._prime) % self._prime, self._prime):
-                return sign * turned
+            if ratio_sign := _sign_of_ratio(value * pow(known, -1, self._prime) % self._prime, self._prime):
+                return sign * ratio_sign
         return 0
 
     def _whole(self, value: int) -> int:
-        """The floor: of a value that is a whole number off one that is known, as far off."""
+        """The floor. If `value` differs from one with a known floor by a whole number, so do their floors."""
         self._work.spend(10 + len(self._wholes))
         for known, whole in self._wholes:
-            apart = (value - known + self._prime // 2) % self._prime - self._prime // 2
-            if abs(apart) < _SMALL:
-                return (whole + apart) % self._prime
+            difference = (value - known + self._prime // 2) % self._prime - self._prime // 2
+            if abs(difference) < _SMALL:
+                return (whole + difference) % self._prime
         whole = _letter(f"floor {value}", self._place, self._prime)
         self._wholes += [(value, whole), (whole, whole)]
         return whole

@@ -1,10 +1,10 @@
-"""The `math` grader: the route from a completion to its reward (docs/math.md has examples of every step).
+"""The `math` grader: from a completion to its reward, in these steps (docs/math.md has examples of each).
 
 1. the completion's final answer (`extract`); without one the reward is 0
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
-3. a comparison by the reference's own kind (`read`, `compare`), which is final where it understands both sides
-Everything else is 0, with the reason. No clock decides and nothing can hang: a comparison has a number of operations to
-do it in (`evaluate.WorkLimit`). What a text makes fail is 0 as well; an error of the grader's own is a failed grading.
+3. a comparison by the reference's own kind (`read`, `compare`), which is final if it understands both sides
+Everything else is 0, with the reason. No clock is used and nothing can hang: a comparison has a limited number of
+operations (`evaluate.WorkLimit`). A text that cannot be read is 0 too; only a bug in the grader is a failed grading.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from dppo_megatron.types import Grade
 
 _MAX_BOXES = 8
-"""Of which each is compared by itself."""
-_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that part no two words or numbers
-_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # 5mL is no product where the reference has 5 \text{mL}
+"""Up to so many boxes are also compared one by one."""
+_GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
+_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # with the reference 5 \text{mL}, 5mL is no product
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
@@ -54,20 +54,20 @@ _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 def grade_math(
     completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
 ) -> Grade:
-    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may say how its reference is
-    to be compared: `tolerance`, `unit` and `source`."""
+    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may have `tolerance`, `unit`
+    and `source`, which decide how its reference is compared."""
     return _grade(extract(_begun(completion, prompt, finish_reason)), answer, row)
 
 
 def grade_math_boxed(
     completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
 ) -> Grade:
-    """The same, where only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
+    """As `grade_math`, but only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
     return _grade(extract(_begun(completion, prompt, finish_reason), strict=True), answer, row)
 
 
 def is_read(answer: str) -> bool:
-    """Whether a reference is understood; else an answer has to be written as it is."""
+    """Whether a reference is understood. If not, an answer is right only if it is written in the same way."""
     try:
         reference = _reference(answer)
         return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, ""))
@@ -76,13 +76,13 @@ def is_read(answer: str) -> bool:
 
 
 def _begun(completion: str, prompt: str, finish_reason: str) -> str:
-    """With the prompt's `<think>` if it was cut off; base models that end by themselves never close it."""
+    """With the prompt's `<think>` if it was cut off. Base models that end by themselves never close that tag."""
     is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
     return f"<think>{completion}" if is_cut_off else completion
 
 
 def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
-    from dppo_megatron.types import Grade  # here: 15 ms of the grader's own import
+    from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
 
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
@@ -92,7 +92,7 @@ def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
         return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
     verdict, why = _compare(answer, text, row)
     if 1 < len(found.parts) <= _MAX_BOXES and verdict is not True:
-        # several boxes for one reference: each of them must be right
+        # several boxes for one reference: right if each of them is
         each = [_compare(answer, part, row) for part in found.parts]
         if all(outcome for outcome, _ in each):
             verdict, why = True, each[0][1]
@@ -101,7 +101,7 @@ def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
 
 
 def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
-    """True, False, or None if the answer could not be read or compared, and how that was decided."""
+    """True, False, or None if the answer could not be read or compared; and how that was decided."""
     try:
         return _decide(answer, text, row)
     except (Unreadable, RecursionError, ArithmeticError, ValueError) as error:
@@ -112,13 +112,13 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    as_it_is = _GAP.sub("", other)
-    if as_it_is and as_it_is in (_GAP.sub("", reference), _GAP.sub("", _STATED.sub(r"\1", reference))):
+    spelled = _GAP.sub("", other)
+    if spelled and spelled in (_GAP.sub("", reference), _GAP.sub("", _STATED.sub(r"\1", reference))):
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
-    if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text reads as a product of letters
+    if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = as_words(other) or theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
@@ -135,8 +135,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
 
 
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
-    """The reference, the answer, and why the answer could not be read. A comma is a separator where the other of the
-    two is a row."""
+    """The reference, the answer, and why the answer could not be read. If they have different numbers of items, their
+    commas are read again, as separators or within numbers."""
     other, reference = without_clauses(other, reference), without_clauses(reference)
     (gold, _), (theirs, unread) = _read(reference), _read(other)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
@@ -151,9 +151,9 @@ def _count(answer: Answer) -> int:
 
 
 def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False) -> Answer:
-    """The answer with as many items as the other one has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) hold grouped numbers, 45,135 may be two; 1000,99 is a decimal where the other is one; an expression
-    may state what it leaves out (`x \\ne 0`)."""
+    """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
+    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one; an
+    excluded value may follow an expression (`x \\ne 0`)."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
@@ -164,8 +164,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
         if read is not None and _count(read) == count:
             return read
     if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
-        left_out = answer.items[1]
-        return answer.items[0] if isinstance(left_out, Intervals) and left_out.name else answer
+        excluded = answer.items[1]
+        return answer.items[0] if isinstance(excluded, Intervals) and excluded.name else answer
     return answer
 
 
@@ -180,8 +180,8 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
 
 
 def _states(gold: str, other: str, problem: str) -> bool:
-    """Whether a reference that is a sentence states the short answer: one of a pair of opposites that it names without
-    the other, or, for a question of who or which, the word that it begins with.
+    """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
+    opposite, or, for a question of who or which, the word that it begins with.
 
     Example:
         >>> _states("the function is odd", "odd", ""), _states("ann will serve first", "ann", "Who serves first?")
@@ -198,10 +198,10 @@ def _states(gold: str, other: str, problem: str) -> bool:
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
-    """Whether both, cleaned, name the same choices; None where the reference names none.
+    """Whether both, cleaned, name the same choices; None if the reference names none.
 
-    A choice may have its value beside it, which is mathematics or what the problem offers under its letter. A small
-    letter is one where the problem, if it is known, offers it; a capital one may else be a point or a matrix.
+    A choice may be followed by its value: mathematics, or what the problem offers under that letter. A lower-case
+    letter is a choice only if the problem offers it; a capital one that it does not offer may be a point or a matrix.
 
     Example:
         >>> _same_choices("A, C", "AC", ""), _same_choices("C", "c) 12", ""), _same_choices("C", "(C) is wrong", "")
@@ -242,7 +242,7 @@ def _is_value(text: str, letter: str, problem: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
-    """The reference in one spelling; where it is a whole solution, its final answer."""
+    """The cleaned reference; if it is a whole solution, its final answer."""
     is_marked = "\\boxed" in answer or "####" in answer
     parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
     return clean(", ".join(parts) or answer)
@@ -250,8 +250,8 @@ def _reference(answer: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> tuple[Answer | None, str]:
-    """What the text states, or why that cannot be said."""
-    if text.lower() in _SHORT_WORDS:  # else a product of letters
+    """The answer that the text states, or None and the reason why it cannot be read."""
+    if text.lower() in _SHORT_WORDS:  # else they would be read as products of letters
         return Words(text.lower()), ""
     try:
         return read_answer(with_digits(text)), ""
@@ -260,13 +260,13 @@ def _read(text: str) -> tuple[Answer | None, str]:
 
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
-    """What the row says; where that is nothing, what the digits of both sides say."""
-    # `precision` is OlympiadBench's name for it; a plain number under that name may be a count of digits
+    """The rules that the row states; if it states none, those that follow from the digits of both sides."""
+    # OlympiadBench calls tolerances `precision`; a plain number under that name may be a count of digits
     precision = row.get("precision")
     tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
     unit = row.get("unit")
     stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
-    # references of the OCW problems (Minerva) are rounded to the digits that they state
+    # references of the OCW problems (Minerva) are rounded to the digits that are written
     is_rounded = "ocw" in str(row.get("source", "")).lower()
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
     wholes = whole_letters(reference)
@@ -279,7 +279,7 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
 
 
 def _tolerances(stated: Any) -> tuple[Fraction, ...]:
-    """From 0.1, "1e-1" or "1e-2,1e-3"; anything else is none."""
+    """Tolerances from 0.1, "1e-1" or "1e-2,1e-3"; empty for anything else."""
     parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
     try:
         return tuple(abs(Fraction(str(part).strip())) for part in parts)

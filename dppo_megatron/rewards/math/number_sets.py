@@ -1,5 +1,5 @@
-"""Sets of real numbers: inequalities solved for their variable, and unions of intervals met, complemented and in one
-form."""
+"""Sets of real numbers: inequalities solved for their variable; intersection, complement and normal form of unions of
+intervals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dppo_megatron.rewards.math.parse import parse
 
 _MAX_MEMBERS = 50
 _OPERATIONS = 150
-"""Of one number at an end, or one line: a list may have hundreds of them."""
+"""For one end of an interval or one linear inequality: a list may have hundreds of them."""
 MINUS_INFINITY: Node = ("-", answers.INFINITY)
 _End = tuple[Fraction | float, bool]
-"""A number, and True for what lies just above it: an open low end, a closed high one."""
+"""A number, and whether the end lies just above it, as open lower and closed upper ends do."""
 
 
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
-    """A set where one variable is bounded (also as 2x + 1 < 5 or |x| > 1), else the relations as they stand."""
+    """The set that bounds one variable (also in 2x + 1 < 5 or |x| > 1); other relations as they are."""
     nodes = [parse(side) for side in sides]
     if set(ops) <= {">", "\\ge"}:
         nodes, ops = nodes[::-1], [answers.TURNED[op] for op in reversed(ops)]
@@ -67,7 +67,7 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
 
 
 def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
-    """The numbers that stand in this relation to `bound`."""
+    """The numbers in the relation `op` to `bound`."""
     below = answers.Piece(MINUS_INFINITY, False, bound, op == "\\le")
     above = answers.Piece(bound, op == "\\ge", answers.INFINITY, False)
     if op == "\\ne":
@@ -76,7 +76,8 @@ def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
 
 
 def half_lines(answer: Answer) -> list[Answer]:
-    """The sets of x that x < a may be, or of a or of b that a < b may be; x < y is a half-plane. Others as they are."""
+    """The sets that an inequality may be: x < a of x, a < b of a or of b; none for x < y, which is a half-plane. Other
+    answers as they are."""
     if not isinstance(answer, answers.Relation):
         return [answer]
     one, op, two = answer.sides[0], answer.ops[0], answer.sides[-1]
@@ -86,8 +87,7 @@ def half_lines(answer: Answer) -> list[Answer]:
 
 
 def as_spans(answer: Answer | None) -> answers.Intervals | None:
-    """The set of real numbers that an answer is, or may be where one is asked for: a pair as an open interval, numbers
-    as points."""
+    """The answer as a set of real numbers, if it can be one: a pair as an open interval, numbers as points."""
     if isinstance(answer, answers.Intervals):
         return answer
     if isinstance(answer, answers.Named):
@@ -102,7 +102,7 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
             return None
         return answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
-        return None  # points of the plane, say
+        return None  # points of the plane, for example
     parts = [part for part in map(as_spans, answer.items) if part is not None]
     names = {part.name for part in parts if part.name}
     if len(parts) < len(answer.items) or len(names) > 1:
@@ -111,9 +111,9 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:
-    """In order, without empty pieces, and with those in one that touch; as it is where an end is not a number.
+    """The pieces sorted, without empty ones, and with those joined that touch. Unchanged if an end is not a number.
 
-    Example: [0, 1) and [1, 2] are [0, 2].
+    Example: [0, 1) and [1, 2] become [0, 2].
     """
     rest = complement(spans)
     both = rest and complement(rest)
@@ -121,14 +121,14 @@ def normal(spans: answers.Intervals) -> answers.Intervals:
 
 
 def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Intervals | None:
-    """What is in both; None where an end is not a number."""
+    """The numbers in both; None if an end is not a number."""
     left, right = complement(one), complement(two)
     both = complement(answers.Intervals(left.pieces + right.pieces)) if left and right else None
     return both and replace(both, name=one.name or two.name)
 
 
 def complement(spans: answers.Intervals) -> answers.Intervals | None:
-    """Every other real number, in order; None where an end is not a number."""
+    """All other real numbers, in order; None if an end is not a number."""
     placed = _placed(spans)
     if placed is None:
         return None
@@ -150,11 +150,11 @@ def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
     placed = _placed(normal(spans))
     for low, high, _ in placed or ():
         first, end = max(low[0], least), high[0]
-        if not end - first <= _MAX_MEMBERS:  # or no number at all
+        if not end - first <= _MAX_MEMBERS:  # with `not`, for the NaN of infinite ends
             raise Unreadable("too many whole numbers")
         members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
     if placed is None:
-        raise Unreadable("whole numbers between ends that are no numbers")
+        raise Unreadable("whole numbers between ends that are not numbers")
     return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 
@@ -171,5 +171,5 @@ def _placed(spans: answers.Intervals) -> list[tuple[_End, _End, answers.Piece]] 
 def _place(node: Node) -> Fraction | float | None:
     if node in (answers.INFINITY, MINUS_INFINITY):
         return math.inf if node == answers.INFINITY else -math.inf
-    near = approximate(node, None, WorkLimit(_OPERATIONS))
-    return None if near is None else round(near, 12)  # two spellings of one number are one place
+    value = approximate(node, None, WorkLimit(_OPERATIONS))
+    return None if value is None else round(value, 12)  # rounded, so that two spellings of one number are equal

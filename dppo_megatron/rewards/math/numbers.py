@@ -1,7 +1,6 @@
 """Numbers as people write them, read exactly: most gradings need nothing more than this file.
 
-Of numbers in words only runs that are one number are read: `seven or eight`, `one two` and `second` are left as they
-are.
+Words are read only if all of a run make one number: `seven or eight`, `one two` and `second` are left as they are.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ def read_number(text: str) -> Fraction | None:
 
 
 def stated_digits(text: str) -> tuple[int, Fraction]:
-    """How many digits a decimal states, and what one more is worth in the last of them: 3 and 1/10 for 12.0 or 1.20e1;
-    nothing for what has neither a point nor an exponent, so that it is exact."""
+    """The number of digits of a decimal, and the value of 1 in the last of them: 3 and 1/10 for 12.0 or 1.20e1. Both
+    are 0 without point and exponent, since such a number is exact."""
     match = _DECIMAL.fullmatch(text)
     whole, places, *exponents = match.groups() if match else ("", None, None, None)
     exponent = exponents[0] or exponents[1]
@@ -75,7 +74,7 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
 
 
 def read_number_words(text: str) -> Fraction | None:
-    """The number that the words are, all of them.
+    """The number that all of the words make together; None if they make none.
 
     Example:
         >>> read_number_words("One hundred twenty-five"), read_number_words("two and two thirds")
@@ -94,7 +93,7 @@ def read_number_words(text: str) -> Fraction | None:
     before, _, above = " ".join(words[:-1]).rpartition("and ")
     parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
     rest = _whole(before.split()) if before else 0
-    # one third and two thirds, not twenty fourth: an ordinal behind tens is a date or a place
+    # `one third` and `two thirds`, but not `twenty fourth`: an ordinal after tens is a date or a rank
     if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
         return None
     return rest + Fraction(parts, below)
@@ -110,14 +109,14 @@ def with_digits(text: str) -> str:
 
     def as_digits(run: re.Match[str]) -> str:
         value = read_number_words(run.group())
-        # what an expression follows would become a product; twenty second is no number of seconds
+        # before an expression it would become a factor; `twenty second` is no number of seconds
         return run.group() if value is None or _GOES_ON.match(text, run.end()) else str(value)
 
     return _RUN.sub(as_digits, text)
 
 
 def _whole(words: Sequence[str]) -> int | None:
-    """A cardinal number; each scale is smaller than the one before it."""
+    """A cardinal number; each scale (million, thousand ...) has to be smaller than the one before."""
     if not words or words[-1] in ("a", "an", "and") or (len(words) > 1 and "zero" in words):
         return None
     total, group, bound = 0, 0, 10**15

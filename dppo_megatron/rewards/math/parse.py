@@ -1,6 +1,6 @@
-"""LaTeX and plain expressions to trees (`answers.py`), by recursive descent with a bounded depth.
+"""Parses LaTeX and plain expressions into trees (`answers.py`), by recursive descent with a bounded depth.
 
-What is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
+Whatever is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
 _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
-_BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a bracket has closed, and it is no choice letter's; 2!3!, 2^{3}3
-# n(-1)^n is n times a power, v(0)^2 the square of a value
+_BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a closed bracket, but not a choice letter's; 2!3!, 2^{3}3
+# n(-1)^n is n times a power, v(0)^2 is the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
 CURRENCIES = ("dollars", "euros", "gbp", "yen")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
@@ -48,7 +48,7 @@ def parse(text: str) -> Node:
     """The tree of one expression.
 
     Raises:
-        Unreadable: it is none.
+        Unreadable: the text is not an expression.
 
     Example:
         >>> parse("2\\\\frac{1}{2}x")
@@ -64,7 +64,7 @@ def parse(text: str) -> Node:
 
 
 def parse_signs(text: str) -> list[Node]:
-    """The trees of all that an expression with plus-minus signs stands for, at most 8; `\\mp` goes against the `\\pm`.
+    """The trees of all expressions that one with plus-minus signs stands for, at most 8; `\\mp` has the opposite sign.
 
     Example:
         >>> len(parse_signs("1 \\pm \\sqrt{19}"))
@@ -82,7 +82,7 @@ def parse_signs(text: str) -> list[Node]:
 
 
 class _Reader:
-    """Reads from left to right."""
+    """A position in the text, and methods that parse a part of it from there on."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -90,10 +90,10 @@ class _Reader:
         self._depth = 0
         self._in_bars = False
         self._bound: set[str] = set()
-        """Letters that a sum or product counts with, i too."""
+        """Letters that count in a sum or product; there `i` and `e` are letters too."""
 
     def sum(self) -> Node:
-        """Terms with + and - between."""
+        """Terms separated by + and -."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise Unreadable("nested too deeply")
@@ -105,7 +105,7 @@ class _Reader:
         return node
 
     def product(self, *, until_function: bool = False) -> Node:
-        """Factors with *, / or nothing between."""
+        """Factors separated by *, / or nothing."""
         node = self._factor()
         while True:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
@@ -120,20 +120,20 @@ class _Reader:
                 node = ("f", "mod", node, self._signed(self._factor))
             elif self._starts_factor() and not (until_function and self._peek().removeprefix("\\") in _FUNCTIONS):
                 digits = self._peek()[0] in "0123456789."
-                if digits and not _BRACKETED.search(self.text, 0, self.position):  # but (n-2) 2^n is a product
+                if digits and not _BRACKETED.search(self.text, 0, self.position):  # (n-2) 2^n is a product, x 2 is not
                     raise Unreadable("a number behind a factor")
                 node = self._times(node, self._factor())
             else:
                 return node
 
     def _times(self, left: Node, right: Node) -> Node:
-        """The product; that of two vectors is none of numbers."""
+        """The product. Raises Unreadable for two vectors, whose product is not one of numbers."""
         if "\\vec" in self.text and all("vec:" in " ".join(symbols(side)) for side in (right, left)):
             raise Unreadable("a product of vectors")
         return ("*", left, right)
 
     def _signed(self, read: Callable[[], Node]) -> Node:
-        """What is read, with the signs before it."""
+        """`read()` with the signs before it."""
         sign = self._take("+", "-")
         if not sign:
             return read()
@@ -144,7 +144,7 @@ class _Reader:
         while True:
             if self._take("^"):
                 power = self._signed(self._primary)
-                if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 is v_0^2
+                if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 means v_0^2
                     node = ("s", self._name(node[1]))
                 node = ("^", node, power)
             elif sign := self._take("!!", "!"):
@@ -171,23 +171,23 @@ class _Reader:
         raise Unreadable(f"unexpected {token!r}")
 
     def _number(self) -> Node:
-        """2\\frac{1}{3} and 2 1/3 are sums."""
+        """A number; 2\\frac{1}{3} and 2 1/3 are mixed numbers."""
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS or abs(int(match[2] or 0)) > MAX_EXPONENT:
             raise Unreadable("not a number, or too long")
         self.position = match.end()
         value = Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
-        part = None if match[2] or "." in match[1] else _MIXED.match(self.text, self.position)
-        if part is None:
+        fraction = None if match[2] or "." in match[1] else _MIXED.match(self.text, self.position)
+        if fraction is None:
             return ("n", value)
-        above, below = (int(number) for number in part.groups() if number)
+        above, below = (int(number) for number in fraction.groups() if number)
         if above >= below:
             raise Unreadable("not a mixed number")
-        self.position = part.end()
+        self.position = fraction.end()
         return ("n", value + Fraction(above, below))
 
     def _until(self, close: str) -> Node:
-        """What stands before the bracket that closes."""
+        """The sum up to the closing bracket `close`."""
         bars, self._in_bars = self._in_bars, close == "|"
         node = self.sum()
         self._in_bars = bars
@@ -202,7 +202,7 @@ class _Reader:
         return ("f", "abs", inside) if sign == "|" else inside
 
     def _command(self, name: str) -> Node:
-        """What is behind the name of a constant, a function, a letter."""
+        """A constant, function or letter by its name, with the arguments that follow."""
         self.position = self.text.index(name, self.position) + len(name)
         if name in ("frac", "binom"):
             above, below = self._argument(), self._argument()
@@ -211,7 +211,7 @@ class _Reader:
             return self._sum_or_product(name)
         if name in ("lfloor", "lceil"):
             return _applied(name[1:], self._until("\\r" + name[1:]), None)
-        if name in CURRENCIES:  # it is in front of a term, as in $5 + $3
+        if name in CURRENCIES:  # before a term, as in $5 + $3
             return self._primary()
         if name in _WORD_CONSTANTS:
             return ("c", _WORD_CONSTANTS[name])
@@ -228,7 +228,7 @@ class _Reader:
         raise Unreadable(f"unknown \\{name}")
 
     def _sum_or_product(self, kind: str) -> Node:
-        """With both bounds, in any order."""
+        """A sum or product with both bounds, in any order."""
         bounds: dict[str, Node] = {}
         name = ""
         while len(bounds) < 2:
@@ -247,7 +247,7 @@ class _Reader:
         return ("big", kind, name, bounds["_"], bounds["^"], body)
 
     def _of_several(self, name: str) -> Node:
-        """max(a, b), also in braces or with spaces."""
+        """max, min, gcd or lcm of several expressions in brackets of any kind."""
         opening = self._take("(", "[", "\\{")
         parts = [self.sum()] if opening else []
         while self._take(","):
@@ -263,7 +263,7 @@ class _Reader:
         return ("^", self._primary() if is_plain else self._argument(), _quotient(ONE, degree))
 
     def _argument(self) -> Node:
-        """A group, or the one token that LaTeX takes: \\frac12 is a half."""
+        """A group, or a single token as in LaTeX: \\frac12 is a half."""
         token = self._peek()
         if token == "{" or token[:1] == "\\":
             return self._primary()
@@ -284,14 +284,14 @@ class _Reader:
     def _word(self, word: str) -> Node:
         for length in range(len(word), 1, -1):
             head, end = word[:length], self.position + length
-            is_function = head in _FUNCTIONS and head != "lg"  # without a backslash l times g
+            is_function = head in _FUNCTIONS and head != "lg"  # without a backslash, lg is l times g
             is_called = is_function or head == "sqrt" or (head in _SEVERAL and self.text.startswith("(", end))
             if is_called or (word == head in _WORD_CONSTANTS):
                 return self._command(head)
         if len(word) > 3:
             raise Unreadable(f"the word {word!r}")
         self.position += 1
-        if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # a function's value, no product
+        if word not in "ei" and (at := _AT_A_NUMBER.match(self.text, self.position)):  # f(2) is a value, not a product
             self.position = at.end()
             return ("s", f"{word}({at[1]})")
         return self._letter(word[0], self._name(word[0]))
@@ -335,7 +335,7 @@ class _Reader:
         return match.group() if match else ""
 
     def _take(self, *signs: str) -> str:
-        """The one of the signs that comes next, which is then behind; empty if none does."""
+        """If one of `signs` comes next, move behind it and return it; else return ""."""
         self._skip()
         for sign in signs:
             if self.text.startswith(sign, self.position):
@@ -349,19 +349,19 @@ class _Reader:
 
 
 def _is_number(node: Node) -> bool:
-    """Whether it holds no letter, which may be a vector's: \\mathbf{e} is read as e."""
+    """Whether it contains no letter, which may be a vector: \\mathbf{e} is read as e."""
     return all(part == PI or part[0] not in ("s", "c") for part in walk(node))
 
 
 def _quotient(above: Node, below: Node) -> Node:
-    """Of two numbers, if they are short, a number."""
+    """The quotient of two trees; a number if both are whole numbers."""
     if above[0] == below[0] == "n" and below[1] and max(above[1].denominator, below[1].denominator) == 1:
         return ("n", above[1] / below[1])
     return ("/", above, below)
 
 
 def _applied(name: str, inside: Node, base: Node | None) -> Node:
-    """A function's value, by few functions."""
+    """A function's value, expressed by as few functions as possible: sec is 1 / cos, ceil is by floor."""
     if name == "cis":
         return ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
     if name == "exp":

@@ -12,7 +12,7 @@ class _Lazy:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(re.compile(self._source, self._flags), name)
-        setattr(self, name, method)  # from now on found without coming here
+        setattr(self, name, method)  # so that the next access does not call `__getattr__`
         return method
 
 

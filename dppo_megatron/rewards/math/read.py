@@ -73,8 +73,8 @@ _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
 
 def read_answer(text: str, depth: int = 0) -> Answer:
-    """The answer that a text, as `clean` gives it, states within `depth` brackets. Raises Unreadable where it is of no
-    kind that is known here."""
+    """The answer that a cleaned text states, `depth` levels deep within another answer. Raises Unreadable if it is of
+    no known kind."""
     text = text.strip()
     if depth > 6 or not text:
         raise Unreadable("nested too deeply" if text else "empty")
@@ -92,8 +92,8 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """What \\text{...} holds: words, or an answer that was written as text; capital letters, whose order counts; and a
-    measure of several parts, no list."""
+    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts, and a
+    measure of several parts, which is not read as a list."""
     if compound := read_compound(text):
         return Value(("n", compound[0]), compound[1])
     if re.fullmatch("[A-Z]{3,}", text):
@@ -108,7 +108,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
 
 
 def _read_list(text: str, depth: int) -> Answer | None:
-    """Several answers, or conditions that hold together."""
+    """Several answers, or conditions, which are combined."""
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
@@ -131,13 +131,13 @@ def _read_list(text: str, depth: int) -> Answer | None:
 
 
 def _flat(items: Sequence[Answer]) -> list[Answer]:
-    """A list within a list (of values with plus-minus signs, say) is one list."""
+    """The items, with lists among them (of values with plus-minus signs, for example) replaced by their own items."""
     lists = (item.items if isinstance(item, AnswerList) and item.kind == "list" else (item,) for item in items)
     return [item for inner in lists for item in inner]
 
 
 def _systems(items: list[Answer]) -> list[Answer]:
-    """x = 1, y = 2, x = 2, y = 1 are two points."""
+    """x = 1, y = 2, x = 2, y = 1 as two points; other items as they are."""
     names = [item.name if isinstance(item, answers.Named) else "" for item in items]
     size = len(set(names))
     if not 1 < size < len(names) or "" in names or names != names[:size] * (len(names) // size):
@@ -146,7 +146,7 @@ def _systems(items: list[Answer]) -> list[Answer]:
 
 
 def _read_cases(text: str, depth: int) -> Answer | None:
-    """Pieces of a function with their conditions; of equations without conditions a list."""
+    """A piecewise function's values with their conditions; equations without conditions become a list."""
     match = _CASES.fullmatch(text)
     if match is None or "\\begin" in match["rows"]:
         return None
@@ -159,21 +159,21 @@ def _read_cases(text: str, depth: int) -> Answer | None:
     for row in rows:
         parts = _CONDITION.split(row, maxsplit=1)
         where = _IF.sub("", parts[1]).strip(" .,;") if len(parts) > 1 else ""
-        rest = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
-        condition = _OTHERWISE if rest or not where else read_answer(where, depth + 1)
+        otherwise = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
+        condition = _OTHERWISE if otherwise or not where else read_answer(where, depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth + 1), condition))
     covered = _union([where for _, where in read if isinstance(where, answers.Intervals)])
-    left = complement(covered) or _OTHERWISE
-    pairs = ((value, left if where == _OTHERWISE else where) for value, where in read)
+    rest = complement(covered) or _OTHERWISE
+    pairs = ((value, rest if where == _OTHERWISE else where) for value, where in read)
     return AnswerList("cases", tuple(AnswerList("tuple", pair) for pair in pairs))
 
 
 def _read_sets(text: str, depth: int) -> Answer | None:
-    """A member of a set, unions, and a set of reals without others or some points."""
+    """`x \\in` a set, unions, and the difference of two sets of real numbers."""
     name, *sets = split_top(text, _IN)
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
-        parse(name)  # x \\not is no name
+        parse(name)  # raises for x \\not
         name = re.sub(r"\s", "", name)
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
@@ -209,7 +209,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
 
 
 def _ratio(text: str) -> Answer | None:
-    """`3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
+    """A ratio: `3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
     parts = _TO.split(text)
     if len(parts) == 1 or not all(_TERM.fullmatch(part) for part in parts):
         parts = split_top(text, regex(r"\s*:\s*"))
@@ -291,7 +291,7 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 
 def _read_value(text: str, depth: int) -> Answer | None:
-    """An expression with or without a unit; several where it has plus-minus signs."""
+    """An expression with or without a unit; several if it has plus-minus signs."""
     if money := _MONEY.fullmatch(text):
         amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
         if isinstance(amount, Value) and not (amount.unit and amount.unit.words):
@@ -299,7 +299,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
         return amount
     word, letters = _WORD_TAIL.search(text), _GLUED_TAIL.search(text)
     unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
-    if text[-1] != "%" and not letters and not (unit and unit.dimension):  # 25 mph is not 25 m p h
+    if text[-1] != "%" and not letters and not (unit and unit.dimension):  # else 25 mph could be a product of letters
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):

@@ -1,7 +1,7 @@
-"""Answers with special forms: words, digits in a base, times, matrices, whole sets; and clauses behind an answer.
+"""Answers with special forms (words, digits in a base, times, matrices, whole sets), and clauses after an answer.
 
-Of clauses (`for all x`, `where k is an integer`) a reference's is left out. An answer's is too where it says no less
-than the reference; one that restricts the answer stays, so that what it belongs to is not read as more than it says.
+A reference's clauses (`for all x`, `where k is an integer`) are dropped, and an answer's that state nothing beyond the
+reference's. One that restricts the answer stays, so that the answer is not taken for a wider one.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _CONGRUENCE = regex(
     r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
 _MAX_MODULUS = 60
-"""Of a congruence whose other residues are listed."""
-# what is said in words or another sign, and how it is spelled here
+"""Of a congruence with `\\not`, for which the other residues are listed."""
+# conditions in words or by another sign, and their spelling here
 _SPELLED = {
     regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
     regex(r"([a-z]) is (?:divisible by|a multiple of) (\d{1,9})"): r"\2|\1",
@@ -69,7 +69,7 @@ _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.s
 _FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
 _IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
-# what stands behind an answer and says only what its letters are; up to the next answer of a list
+# a clause after an answer that only states what its letters are; up to the next answer of a list
 _CLAUSE = regex(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
     r"|\b(?:where|with|for)\b(?=[\s}$]*[A-Za-z](?:,\s*[A-Za-z])*[\s$]*"
@@ -92,7 +92,7 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 
 
 def read_special(text: str, depth: int) -> Answer | None:
-    """The answer, if it has a form of its own; None if not."""
+    """The answer, if it has a special form; else None."""
     plain = plain_words(text)
     for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
         if found := pattern.fullmatch(plain):
@@ -116,19 +116,19 @@ def read_special(text: str, depth: int) -> Answer | None:
     return None
 
 
-def _residues(text: str, modulus: int, are_left_out: bool) -> Answer | None:
-    """What is congruent to one of them, or to none."""
+def _residues(text: str, modulus: int, are_excluded: bool) -> Answer | None:
+    """The numbers that are congruent to one of the residues in `text`; if `are_excluded`, to none of them."""
     numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
-    left = {int(number) % modulus for number in numbers} if modulus else set()
-    if are_left_out:
-        left = set(range(modulus)) - left if modulus <= _MAX_MODULUS else set()
+    residues = {int(number) % modulus for number in numbers} if modulus else set()
+    if are_excluded:
+        residues = set(range(modulus)) - residues if modulus <= _MAX_MODULUS else set()
     period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
-    found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(left))
+    found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(residues))
     return AnswerList("set", found) if len(found) > 1 else found[0] if found else None
 
 
 def without_sentence(text: str) -> str:
-    """What `the solution is ...` or `The largest n is ...` says."""
+    """The answer in `the solution is ...` or `The largest n is ...`; other texts as they are."""
     if (lead := _LEAD.match(text)) and lead.end() < len(text):
         text = text[lead.end() :].strip()
     match = _SENTENCE.fullmatch(text) if text.count(":") < 2 else None
@@ -138,7 +138,7 @@ def without_sentence(text: str) -> str:
 
 
 def read_words(text: str) -> Answer:
-    """A reference or answer that is neither a number nor a formula: words."""
+    """The text as words. Raises Unreadable if it has none, or mathematical signs."""
     plain = plain_words(text)
     if not plain or not re.search(r"[a-z]{2}", plain) or re.search(r"[\\^_{}=<>]", plain):
         raise Unreadable("neither mathematics nor words")
@@ -146,7 +146,7 @@ def read_words(text: str) -> Answer:
 
 
 def as_words(text: str) -> answers.Words | None:
-    """The text as words, whatever else it might be; None if it has mathematical signs."""
+    """The text as words, even if it could be read as mathematics; None if it has mathematical signs."""
     plain = plain_words(text)
     return answers.Words(plain) if re.fullmatch(r"[a-z0-9:' -]+", plain) else None
 
@@ -157,8 +157,8 @@ def plain_words(text: str) -> str:
 
 
 def _based(digits: str, base: int) -> Answer:
-    """Digits without zeros at the ends. Another base is another answer, even of one value: a question that asks for a
-    conversion would else be answered by itself."""
+    """Digits without zeros at the ends. Numbers in different bases are different answers, even if they are equal: else
+    the number in the question would answer a question for its conversion."""
     if base == 10:
         return Value(("n", Fraction(digits)))
     whole, point, rest = digits.lstrip("-").lstrip("0").partition(".")
@@ -166,7 +166,7 @@ def _based(digits: str, base: int) -> Answer:
 
 
 def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerList:
-    """The rows of a matrix as LaTeX has them, or of 1, 2], [3, 4 and 1, 2; 3, 4; times a number, transposed."""
+    """The rows of a matrix in LaTeX, or in 1, 2], [3, 4 or 1, 2; 3, 4; times `scale`, transposed if `is_turned`."""
     sign = "&" if "&" in body or "\\\\" in body else ","
     lines = (row.split(sign) for row in re.split(r"\\\\(?:\[[^\]]*\])?|\]\s*,\s*\[|;", body) if row.strip())
     rows = [tuple(Value(parse(cell) if scale == ONE else ("*", scale, parse(cell))) for cell in row) for row in lines]
@@ -177,8 +177,8 @@ def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerLi
 
 
 def without_clauses(text: str, gold: str | None = None) -> str:
-    """The text without what says only what its letters are (`for all x`, `where k is an integer`). An answer keeps a
-    clause that says less than the reference `gold` does: `k \\in \\mathbb{N}`, `for all x > 7`.
+    """The text without clauses that only state what its letters are (`for all x`, `where k is an integer`). An answer
+    keeps a clause that restricts it beyond the reference `gold`: `k \\in \\mathbb{N}`, `for all x > 7`.
 
     Example:
         >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")
@@ -191,10 +191,10 @@ def without_clauses(text: str, gold: str | None = None) -> str:
     stated = set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
     if _OF_RESIDUES.search(gold):
         stated.add("integer")
-    return _CLAUSE.sub(lambda found: "" if _says_no_less(found[0], stated) else found[0], text).strip() or text
+    return _CLAUSE.sub(lambda found: "" if _adds_nothing(found[0], stated) else found[0], text).strip() or text
 
 
-def _says_no_less(clause: str, stated: set[str]) -> bool:
+def _adds_nothing(clause: str, stated: set[str]) -> bool:
     words, letters = _domain(clause), _letters(clause)
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
@@ -208,7 +208,7 @@ def _says_no_less(clause: str, stated: set[str]) -> bool:
 
 
 def whole_letters(text: str) -> frozenset[str]:
-    """Which letters a clause says to be some integer; not those of a function or sequence, f(k) = k + 1."""
+    """The letters that a clause calls integers, without the arguments of functions and sequences: f(k) = k + 1."""
     clauses = [found[0] for found in _CLAUSE.finditer(text)]
     letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
     return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text)))
@@ -219,7 +219,7 @@ def _letters(clause: str) -> set[str]:
 
 
 def _domain(clause: str) -> set[str]:
-    """Its words and signs, with sets of numbers in words, without single letters."""
+    """The clause's words and signs without single letters; sets of numbers are spelled as words."""
     spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
     spelled = _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
     words = re.findall(r"\\?[A-Za-z]+|\S", re.sub(r"[{}(),.$\s]+|\\text", " ", spelled))

@@ -1,8 +1,8 @@
-"""Units behind a number: which are known, and how they convert.
+"""Units after a number: which are known, and how they convert.
 
-A unit that only one side states is ignored. If both state one and one of them is known, both must measure the same
-thing; known ones are converted exactly. Words that are no unit (`12 ways`, `7 goats`) are ignored too, unless they
-change the number (`3 million`, `3 at most`). Digits stand in units as exponents only: `5 choose 2` has none.
+A unit that only one side states is ignored. If both sides state one and one of the two is known, both must measure the
+same thing; known units are converted exactly. Words that are no unit (`12 ways`, `7 goats`) are ignored too, unless
+they change the number (`3 million`, `3 at most`). Units have no digits but exponents: `5 choose 2` has no unit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fractions import Fraction
 from dppo_megatron.rewards.math.numbers import NUMBER_WORDS
 from dppo_megatron.rewards.math.patterns import regex
 
-# what is measured; then, behind the factor to its base unit, names: those of three letters or more also with an s,
-# those with a star also with prefixes; capital letters are told from small ones where both are units (MHz, mHz)
+# Per line: what is measured, then factors to the base unit, each followed by names. Names of three letters or more may
+# also have an s, and names with a star prefixes. Case matters only if both spellings are units (MHz, mHz).
 _TABLE = """
 unit: 1 unit un u
 length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/1250 yd yard 201168/125 mi mile
@@ -62,8 +62,8 @@ _DOUBTFUL = (
     " hopefully if unless hope alternatively versus vs instead unproven"
 )
 DOUBTS = frozenset(_DOUBTFUL.split())
-"""Words that take back what stands beside them, or make it a condition."""
-_SAID = (
+"""Words that negate or weaken what is beside them, or make it a condition."""
+_MODIFIERS = (
     "or and than more less least most about approximately around when where minus plus times over half third"
     " divided by quarter to from up under above below between but either almost nearly roughly greater fewer it bound"
     " without mod modulo base th st nd rd is are was equals equal for all any some every other true correct answer"
@@ -73,7 +73,7 @@ _SAID = (
 )
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
-_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_SAID.split())
+_CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_MODIFIERS.split())
 _NUMBERS = NUMBER_WORDS.union(["lakh", "crore", "score", "gross", "myriad"], _PREFIXES.split()[1::3])
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
@@ -103,7 +103,7 @@ _PART = (
 _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
-@functools.cache  # some hundred fractions, which the import need not wait for
+@functools.cache  # on first use: some hundred fractions would delay the import
 def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
     known: dict[str, tuple[dict[str, int], Fraction]] = {}
     for dimension, names in (row.split(":") for row in _TABLE.split("\n")[1:-1]):
@@ -124,7 +124,7 @@ def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit: `dimension` and `factor` to its base unit where it is known, else the words only."""
+    """A unit: if it is known, its `dimension` and its `factor` to the base unit; else only the words."""
 
     words: str
     dimension: str = ""
@@ -132,8 +132,8 @@ class Unit:
 
 
 def read_unit(words: str) -> Unit | None:
-    """The unit that the words name; None if they may change what the number means: also what is neither known nor a
-    plural or an abbreviation, and so may be anything, as in `5 halved`.
+    """The unit that the words name; None if they may change what the number means. Words that are neither known nor
+    plurals or abbreviations may do so, as in `5 halved`.
 
     Example:
         >>> read_unit("square feet").dimension, read_unit("more apples"), read_unit("hundredths")
@@ -150,7 +150,7 @@ def read_unit(words: str) -> Unit | None:
         return None
     if found[0] == "per":
         return Unit(words)
-    for end in range(len(found) - 1, 0, -1):  # miles away, square feet of carpet; but kg m is another unit
+    for end in range(len(found) - 1, 0, -1):  # `miles away`, `square feet of carpet`; but kg m is a unit of its own
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
         is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
         is_noun = found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:]))
@@ -161,19 +161,19 @@ def read_unit(words: str) -> Unit | None:
 
 
 def changes(word: str) -> bool:
-    """Whether it is a number in words, also in the plural and as a part, or of those that change one."""
+    """Whether the word is a number (also a plural or an ordinal), or changes a number's meaning."""
     stem = word.removesuffix("s")
     is_number = word != "zeros" and not _NUMBERS.isdisjoint((word, stem, stem.removesuffix("th")))
     return is_number or word in _CHANGES_MEANING
 
 
 def compatible(gold: Unit, other: Unit) -> bool:
-    """Whether both may measure the same thing: `units` are lengths, or what has no known unit."""
+    """Whether both may measure the same thing. `units` may be lengths, or anything without a known unit."""
     one, two = gold.dimension, other.dimension
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
-    if gold.words.startswith("per ") or other.words.startswith("per "):  # of anything: $5 are $5 per person
+    if gold.words.startswith("per ") or other.words.startswith("per "):  # `per person` alone may be of any unit
         per = [words.rpartition("per ")[2] for words in (gold.words, other.words) if "per " in words]
         return per[0] == per[-1]
     is_same = gold.words.removesuffix("s") == other.words.removesuffix("s")
@@ -181,15 +181,15 @@ def compatible(gold: Unit, other: Unit) -> bool:
 
 
 def _things(unit: Unit) -> set[str]:
-    """What is counted, red marbles and marbles alike; numbers and ways are all one."""
+    """The words of what is counted: `red marbles` and `marbles` share one; numbers, ways and the like are all ""."""
     if re.search(r" per |\^|square|cubic", unit.words):
         return {unit.words}
     return {"" if word in _COUNTS else word.removesuffix("s") for word in re.findall("[a-z]{4,}", unit.words)}
 
 
 def _known(words: str) -> tuple[str, Fraction]:
-    """What is measured, and the factor: of products and quotients of powers of units; nothing if one is not known."""
-    if len(words) > 1 or not words.isupper():  # 5 M are five million
+    """Dimension and factor of a product or quotient of powers of units; ("", 1) if one of them is not known."""
+    if len(words) > 1 or not words.isupper():  # 5 M is five million, not metres
         words = re.sub("[A-Za-z]+", lambda word: word[0] if word[0] in _table() else word[0].lower(), words)
     words = {"mph": "mi per h", "kph": "km per h", "per cent": "percent"}.get(words.strip(), words)
     for pattern, spelling in _POWERS.items():
@@ -208,12 +208,12 @@ def _known(words: str) -> tuple[str, Fraction]:
             factor *= size**power
             for name, times in dimensions.items():
                 powers[name] = powers.get(name, 0) + times * power
-    left = [(name, power) for name, power in sorted(powers.items()) if power]
-    return " ".join(name if power == 1 else f"{name}^{power}" for name, power in left), factor
+    uncancelled = [(name, power) for name, power in sorted(powers.items()) if power]
+    return " ".join(name if power == 1 else f"{name}^{power}" for name, power in uncancelled), factor
 
 
 def read_compound(text: str) -> tuple[Fraction, Unit] | None:
-    """A measure of several parts, in its last unit: 1 hour 30 minutes, 5 feet 6 inches."""
+    """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit."""
     if not text[:1].isdigit() or not _COMPOUND.fullmatch(text):
         return None
     parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]

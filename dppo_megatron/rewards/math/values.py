@@ -25,22 +25,22 @@ _VARIABLES = frozenset("xyztuvw")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the row says about how its reference is to be compared."""
+    """How a reference is compared, by its row or by the digits of both sides."""
 
     tolerances: tuple[Fraction, ...] = ()
-    """Largest absolute errors, of each item or of all."""
+    """Largest absolute errors: one for each item, or one for all."""
     unit: Unit | None = None
-    """Of a reference that does not state it."""
+    """The reference's unit, if it does not state one itself."""
     last_place: Fraction = Fraction(0)
-    """What one more is worth in the last digit of a reference that is rounded; where `is_exact`, of one that may be, if
-    the answer is an exact form that no decimal equals."""
+    """The value of 1 in the last digit of a rounded reference. If `is_exact`, it is not known to be rounded, and this
+    is used only for answers that no decimal equals."""
     is_exact: bool = True
     their_last_place: Fraction = Fraction(0)
-    """Of an answer that is a decimal of twelve digits or more; of more than fifteen, in the fifteenth."""
+    """The same for an answer that is a decimal of twelve digits or more, at most in the fifteenth digit."""
     wholes: frozenset[str] = frozenset()
-    """Letters of the reference that it says to be any whole number."""
+    """Letters of the reference that stand for any whole number."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
-    """Operations that are left for all of the grading's comparisons."""
+    """Operations that are left for all comparisons of the grading."""
 
     def item(self, index: int) -> Rules:
         """The rules for one item of a list."""
@@ -49,12 +49,12 @@ class Rules:
         return replace(self, tolerances=self.tolerances[index : index + 1])
 
     def exact(self) -> Rules:
-        """For what has to be equal whatever the row says: ends of intervals, cells of matrices."""
+        """The rules for parts that have to be exactly equal: ends of intervals, cells of matrices."""
         return Rules(wholes=self.wholes, work=self.work)
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
-    """Whether two values with their units are equal; the reference's unit counts where the answer states none."""
+    """Whether two values with their units are equal; an answer without a unit is taken in the reference's."""
     gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
@@ -63,8 +63,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
         in_radians = plain.unit.dimension == "radians" if plain.unit else PI in walk(plain.node)
         if angle.unit is not None and angle.unit.dimension == "angle" and in_radians:
             return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
-    if gold_unit.dimension and other.unit is None and (written := _with_unit(other.node, gold_unit)):
-        return equal_values(gold, written, rules)
+    if gold_unit.dimension and other.unit is None and (measure := _with_unit(other.node, gold_unit)):
+        return equal_values(gold, measure, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
     if stated and other_unit.words:
         if not compatible(gold_unit, other_unit):
@@ -76,7 +76,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
-    """5m and 0.05 m without \\text, which read as products, where the reference measures the same thing."""
+    """5m or 0.05 m without \\text, which were read as products, with their unit if it has the reference's dimension."""
     if node[0] != "*" or node[2][0] != "s" or len(node[2][1]) > 2:
         return None
     unit = read_unit(node[2][1])
@@ -84,8 +84,8 @@ def _with_unit(node: Node, gold: Unit) -> Value | None:
 
 
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:
-    """50 % is 50 % and 0.5. A reference that should say % and does not (MATH drops it) is the number of percent, but
-    0.5 is not 0.5 %."""
+    """50 % equals 50 % and 0.5. A reference that lacks its % (MATH drops it) is a number of percent, if it is a whole
+    number or above 1: 0.5 is not 0.5 %."""
     alike = gold_unit.dimension == other_unit.dimension
     if gold_unit.words and other_unit.words and not alike:
         return False
@@ -99,11 +99,11 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
 
 
 def equal_nodes(pairs: Sequence[tuple[Node, Node]], rules: Rules) -> bool:
-    """Whether the expressions of each pair have the same value, a parameter's letter standing for one number in all."""
-    left = [pair for pair in pairs if not _equal(*pair, rules)]
-    if not left or any(INFINITY in walk(side) for pair in left for side in pair):
-        return not left
-    renamings = _renamings(*left[0], rules) if all(symbols(one) | symbols(two) for one, two in left) else ()
+    """Whether the expressions of each pair have the same value, with one renaming of parameters for all pairs."""
+    unequal = [pair for pair in pairs if not _equal(*pair, rules)]
+    if not unequal or any(INFINITY in walk(side) for pair in unequal for side in pair):
+        return not unequal
+    renamings = _renamings(*unequal[0], rules) if all(symbols(one) | symbols(two) for one, two in unequal) else ()
     return any(all(same(one, substituted(two, by), rules.work) for one, two in pairs) for by in renamings)
 
 
@@ -114,9 +114,9 @@ def _equal(gold: Node, other: Node, rules: Rules) -> bool:
 
 
 def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, Node]]:
-    """What the letters of `other` may stand for, so that it may be `gold`: a parameter or constants by other names."""
+    """What the letters of `other` may stand for if it is to equal `gold`: parameters and constants by other names."""
     ours, theirs = symbols(gold), symbols(other)
-    if "_" in theirs and not ours:  # 3 modulo 5, where that is asked for
+    if "_" in theirs and not ours:  # 3 modulo 5 for the reference 3
         yield {"_": ("n", Fraction(0))}
     elif ours <= rules.wholes | {"_"} or (PI in walk(gold) and ours | theirs <= {"k", "m", "n"}):
         yield from () if theirs & {"x", "y", "z"} else _shifted(gold, other, rules.work)
@@ -125,23 +125,23 @@ def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, N
 
 
 def _near(gold: Node, other: Node, rules: Rules) -> bool:
-    """Within the row's tolerance; rounding to the reference at the digits that the row says are right; 30.52 for the
-    exact 1587/52 or 0.0833333333333333 for 1/12, but not 3.14 for pi, nor 0.25 for the decimal 249/1000."""
+    """Equal within the row's tolerance, or rounded to the digits of a reference that the row calls rounded; else the
+    answer 1587/52 to 30.52, or 0.0833333333333333 to 1/12, but not 3.14 to pi, nor 0.25 to the decimal 249/1000."""
     if not (rules.tolerances or rules.last_place or rules.their_last_place):
         return False
     stated, value = approximate(gold, None, rules.work), approximate(other, None, rules.work)
     if stated is None or value is None:
         return False
-    apart = abs(value - stated)
+    difference = abs(value - stated)
     if rules.tolerances:
-        return apart <= rules.tolerances[0]
-    if apart * 2 <= rules.last_place and (_is_endless(value) or not rules.is_exact):
+        return difference <= rules.tolerances[0]
+    if difference * 2 <= rules.last_place and (_is_endless(value) or not rules.is_exact):
         return True
-    return _is_endless(stated) and apart <= rules.their_last_place
+    return _is_endless(stated) and difference <= rules.their_last_place
 
 
 def _is_endless(value: Fraction) -> bool:
-    """Whether no decimal equals it. Doubles, which stand for irrational numbers, have a power of two below the line."""
+    """Whether no decimal equals it. An irrational number is a double here, with a power of two as its denominator."""
     rest = value.denominator
     while rest % 5 == 0:
         rest //= 5
@@ -149,11 +149,11 @@ def _is_endless(value: Fraction) -> bool:
 
 
 def _shifted(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mapping[str, Node]]:
-    """The one parameter of `other`, both linear in theirs: by another name, a whole number further, or backwards, since
-    n pi, k pi and (1 - k) pi are the same numbers for whole k.
+    """The parameter of `other` by another name, shifted by a whole number, or reversed, if both sides are linear in one
+    parameter: n pi, k pi and (1 - k) pi are the same numbers for whole k.
 
-    Nothing for the same name, if it need not be a parameter's: where (n - 2) pi is the sum of a polygon's angles,
-    (n - 1) pi is another number.
+    Nothing if both have the same name other than k, since it need not be a parameter: if (n - 2) pi is the sum of a
+    polygon's angles, (n - 1) pi is another number.
     """
     ours, theirs = symbols(gold), symbols(other)
     if not len(ours) == len(theirs) == 1 or (ours == theirs and ours != {"k"}):
@@ -172,8 +172,8 @@ def _shifted(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mapping[str, 
 
 
 def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mapping[str, Node]]:
-    """Constants of integration: x^2 + k as the reference x^2 + C has it, or (x + 1)^2 + C for x^2 + 2x + C, A e^x for
-    C e^x, and A, B or c_1, c_2 for C_1, C_2. A letter that only some values of may be meant is none: C x + 1."""
+    """Constants of integration: x^2 + k for the reference x^2 + C, (x + 1)^2 + C for x^2 + 2x + C, A e^x for C e^x, and
+    A, B or c_1, c_2 for C_1, C_2. In C x + 1, C is no such constant, since only some of its values may be meant."""
     ours, theirs = symbols(gold), symbols(other)
     missing, added = ours - theirs, theirs - ours
     is_swapped = missing == {name.swapcase() for name in added} and all(map(_CONSTANT.fullmatch, added))
@@ -187,10 +187,10 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         (name,) = added or {"C"}
         none, constant = ("n", Fraction(0)), ("s", "C")
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
-        apart: Node = ("+", start, ("-", other_start))
-        elsewhere = substituted(apart, {name: ("s", f"{name}'") for name in symbols(apart) - _GIVEN})
+        difference: Node = ("+", start, ("-", other_start))
+        elsewhere = substituted(difference, {name: ("s", f"{name}'") for name in symbols(difference) - _GIVEN})
         if same(start, none, work):
-            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # C x and k x may be of given numbers
+            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
                 yield {name: constant}
-        elif same(gold, ("+", start, constant), work) and same(apart, elsewhere, work):
-            yield {name: ("+", constant, apart)}
+        elif same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
+            yield {name: ("+", constant, difference)}
