@@ -105,7 +105,7 @@ def test_both_forms_say_the_same() -> None:
         (packed(GOOD, id=f"{GROUP.request_id}/1"), "answers request"),
         (packed(GOOD, tokens=-1), "cannot be read"),
         (packed(GOOD, tokens=1 << 40), "bytes of arrays"),
-        (packed(GOOD, finish_reason="error"), "ended by 'error'"),
+        (packed(GOOD, finish_reason="error"), "finish reason 'error'"),
         (packed(GOOD, weight_versions=[]), "weights versions"),
         (packed(GOOD, weight_versions=[{"version": "9", "start": 0, "end": 1}]), "not this rollout's"),
     ],
