@@ -577,7 +577,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
 def test_who_comes_takes_nobodys_place() -> None:
     """Whoever leaves."""
     fleet = World().fleet(2)
-    fleet.let_go(fleet.members[0], "it has left")
-    assert fleet.let_in(FakeServer("z")).name == "z"  # type: ignore[arg-type]
+    fleet.mark_left(fleet.members[0], "it has left")
+    assert fleet.add(FakeServer("z")).name == "z"  # type: ignore[arg-type]
     synced(fleet)
     assert [member.name for member in fleet.live] == ["b", "z"]

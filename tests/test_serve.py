@@ -208,7 +208,7 @@ def test_servers_come_and_go(files: Path, tmp_path: Path, fakes: Fakes) -> None:
         Registration(addresses, "a", RegistryEntry(a, "key", "vllm"))
         assert set(trainer().values()) == {"live"} and fakes.servers["a"].asked > asked and clients.room(b) == half
         said = "\n".join(trainer.said)
-        assert said.count("has come") == 1 and said.count("it has left") == 1
+        assert said.count("rollout: new server") == 1 and said.count("it has left") == 1
         assert said.count("is a server of engine sglang; rollout.engine = vllm") == 1
     finally:
         trainer.engine.close()

@@ -27,7 +27,7 @@ from dppo_megatron.rollout.servers.http import BadAnswer, Http, NotProven, Refus
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
-from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
+from dppo_megatron.rollout.servers.router import RouterServer, current_entries, named_workers, set_dialect
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.texts import log
@@ -90,19 +90,19 @@ def connect(
         keys = {server.url: server.api_key for server in launched}
     else:
         configured = configured_key(rollout)
-        known, routers = routed(rollout, configured)
+        known, routers = resolve_endpoints(rollout, configured)
         keys = dict.fromkeys(known, configured)
         if routers:
             behind = {name for router in routers for name in router.named}
             alone = [url for url in known if url not in behind]
-            read_addresses = partial(named_now, alone, routers, configured, rollout.engine)
+            read_addresses = partial(current_entries, alone, routers, configured, rollout.engine)
     urls = list(keys)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in keys.items()]
     with ThreadPoolExecutor(len(servers), "describe") as threads:  # vLLM takes seconds to describe itself first
         infos = list(threads.map(lambda server: describe(server, rollout.servers.api_key_env), servers))
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if through(router, [server.dialect for server in servers])]
+    routers = [router for router in routers if set_dialect(router, [server.dialect for server in servers])]
     on_gpu = any(CPU not in device.names for device in devices)
     device_map = _device_map(launched, infos, devices)
     if on_gpu and rollout.servers.colocate:
@@ -155,7 +155,7 @@ def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
     check_endpoint(entry.url, rollout)
 
 
-def routed(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
+def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
     """The addresses of the configured servers and of the workers of configured routers; and the routers (`router.py`).
 
     Raises:
@@ -226,7 +226,7 @@ def _check_shared(
             raise UserError(
                 f"rollout.servers.colocate: {server.url} has workers on {', '.join(alone) or 'GPUs'} without a rank"
                 f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}): the ranks of its machine are on"
-                f" {', '.join(here)}. rollout.servers.gpus says where it starts"
+                f" {', '.join(here)}. rollout.servers.gpus sets its GPUs"
             )
 
 
@@ -242,7 +242,7 @@ def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int)
     return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
 
-def described(server: Server, timeout_s: float) -> ServerInfo:
+def _read_info(server: Server, timeout_s: float) -> ServerInfo:
     """`Server.describe`. Raises Unreachable or Refused, and UserError for invalid answers."""
     try:
         return server.describe(timeout_s=timeout_s)
@@ -256,7 +256,7 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
     """`Server.describe` of a healthy server; UserError if it does not answer or refuses."""
     url = server.http.url
     try:
-        info = described(server, _FIRST_ANSWER_S)  # before the probe, whose path another engine may not have
+        info = _read_info(server, _FIRST_ANSWER_S)  # before the probe, whose path another engine may not have
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:
@@ -286,7 +286,7 @@ def choose_channel(
     common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
     if wanted != "auto":
         if wanted == "nccl" and not on_gpu:
-            raise UserError("rollout.sync.channel = nccl sends weights that are on a GPU, and these are not: gloo does")
+            raise UserError("rollout.sync.channel = nccl needs an actor on a GPU, and this one is on a CPU; use gloo")
         if wanted == "nccl" and unequal:
             raise UserError(f"rollout.sync.channel = nccl: {unequal}: no communicator can have both")
         if wanted not in common:
@@ -306,8 +306,8 @@ def choose_channel(
         why = "NCCL has no groups with two members on one GPU"
     if "disk" not in common:
         raise UserError(
-            f"rollout.sync.channel = auto: {why}, and over disk an SGLang that drafts with a model reads the policy"
-            " into that model too; docs/engines.md has what the other channels need"
+            f"rollout.sync.channel = auto: {why}, and over disk SGLang would load the policy into its draft model too;"
+            " docs/engines.md has what the other channels need"
         )
     return "disk", why
 
@@ -325,8 +325,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
     longest, whose = longest_sequence(config)
     if info.max_tokens is not None and info.max_tokens < longest:
         raise UserError(
-            f"{model} with a context of {info.max_tokens} tokens, or a KV cache for no more;"
-            f" {whose} = {longest} must fit"
+            f"{model} with a context or KV cache of only {info.max_tokens} tokens; {whose} = {longest} must fit"
         )
     rollout = config.rollout
     plain = rollout.sampling.temperature == 1.0 and rollout.sampling.top_p == 1.0 and rollout.sampling.top_k == 0
@@ -338,7 +337,7 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
     if info.quantization != ("" if rollout.quantization == "off" else "fp8"):
         raise UserError(
             f"{model} with weights quantized as '{info.quantization or 'none'}'; rollout.quantization ="
-            f" {rollout.quantization} sends it others (docs/engines.md#weights-in-fp8)"
+            f" {rollout.quantization} does not match that (docs/engines.md#weights-in-fp8)"
         )
     if rollout.pauses_requests and not info.pauses:
         raise UserError(
@@ -358,8 +357,8 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
     """Check servers that apply top_p before top_k, or return log-probabilities under a cut only up to `max_top_k`."""
     if not info.top_p_after_top_k and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
-            f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
-            " engines after: use one of the two"
+            f"{url} applies rollout.sampling.top_p before rollout.sampling.top_k, all other engines after it: use only"
+            " one of the two"
         )
     cut = rollout.sampling.top_k or (vocab_size if rollout.sampling.top_p < 1 else 0)
     if info.max_top_k is not None and cut > info.max_top_k:
@@ -416,16 +415,16 @@ class Membership:
                 with fleet.lock:
                     member.may_return()
             else:
-                fleet.let_go(member, "it has left")
+                fleet.mark_left(member, "it has left")
         if fleet.clients is not None:
             fleet.clients.gone({member.name for member in fleet.members if member.has_left})
         known = {(member.name, member.server.http.api_key) for member in fleet.members}
         new = [entry for url, entry in entries.items() if (url, entry.api_key) not in known]
         with ThreadPoolExecutor(len(new) or 1, "describe") as threads:
             for server in filter(None, threads.map(self._try, new)):
-                self._introduce(server)  # before `let_in`: the fleet needs to know each member's client
-                fleet.let_in(server)
-                log(f"rollout: {server.http.url} has come; it gets requests after a weight sync")
+                self._introduce(server)  # before `add`: the fleet needs to know each member's client
+                fleet.add(server)
+                log(f"rollout: new server {server.http.url}; it gets requests after a weight sync")
 
     def _try(self, entry: RegistryEntry) -> Server | None:
         """The server, if it answers and fits."""
@@ -447,7 +446,7 @@ class Membership:
     def _check(self, server: Server) -> None:
         """Raises as `inspect`."""
         url, channel = server.http.url, self._known.channel
-        info = described(server, _ASK_S)
+        info = _read_info(server, _ASK_S)
         check_server(url, info, self._config, self._architecture)
         if channel not in info.channels:
             raise UserError(f"{url} is not started for weight sync over {channel}")

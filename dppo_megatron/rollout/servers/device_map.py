@@ -72,8 +72,8 @@ def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str
     # as positions, the numbers in `taken` are GPUs of ranks; if all are, they are probably CUDA's own numbers
     if 0 < len(taken) < len(numbers) and any(visible[int(one)] != one for one in numbers):
         raise UserError(
-            f"rollout.servers.gpus: place {taken[0]} in CUDA_VISIBLE_DEVICES = {inherited} is a rank's ({ranks} train"
-            f" on this machine) and {max(numbers, key=int)} is none's: name places from {ranks} on"
+            f"rollout.servers.gpus: position {taken[0]} in CUDA_VISIBLE_DEVICES = {inherited} is a training rank's GPU"
+            f" ({ranks} train on this machine), but {max(numbers, key=int)} is not: use positions from {ranks} on"
         )
     return list(gpus) if taken else [",".join(visible[int(one)] for one in entry) for entry in named]
 

@@ -66,12 +66,12 @@ def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
 
 def _check_count(expected: int, count: int) -> None:
     if count != expected:
-        raise BadAnswer(f"{count} completions for {expected} asked")
+        raise BadAnswer(f"{count} completions instead of {expected}")
 
 
 def _check_id(received: str, rid: str) -> None:
     if received != rid:
-        raise BadAnswer(f"it answers request {received[:80]!r} where {rid!r} belongs")
+        raise BadAnswer(f"it answers request {received[:80]!r} instead of {rid!r}")
 
 
 def _rid(group: GenerateRequest, index: int) -> str:
@@ -150,7 +150,7 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
             raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
         indices = [choice.index for choice in answer.choices]
         if sorted(indices) != list(range(group.count)):
-            raise BadAnswer(f"completions {indices[:8]} for {group.count} asked")
+            raise BadAnswer(f"completions with the indices {indices[:8]} for a request of {group.count}")
         completions = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
             logprobs = choice.logprobs.content if choice.logprobs is not None else None

@@ -33,7 +33,7 @@ _STALE_S = 60.0
 """Twelve heartbeats, as for the run's lock."""
 _POLL_S = 1.0
 _SUFFIX = ".json"
-_LARGEST_BYTES = 65536
+_MAX_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Directory:
             ready = {url: entry for url, entry in entries.items() if answers(entry)}
             if len(ready) >= count:
                 return ready
-            state = f"{len(ready)} of {count} rollout servers have come to {shown(self._path)}"
+            state = f"{len(ready)} of {count} rollout servers registered in {shown(self._path)} are ready"
             if time.monotonic() > deadline:
                 silent = ", ".join(sorted(entries.keys() - ready.keys()))
                 raise UserError(
@@ -158,7 +158,7 @@ def _read(path: Path) -> tuple[int, RegistryEntry | None]:
                 f"rollout.servers.registry_dir: {path} must belong to you and be readable by you only (0600):"
                 " it names where weights are sent, and holds a key"
             )
-        content = file.read(_LARGEST_BYTES)
+        content = file.read(_MAX_BYTES)
     try:
         values = json.loads(content)
         entry = RegistryEntry(str(values["url"]).rstrip("/"), str(values["api_key"]).strip(), str(values["engine"]))

@@ -23,7 +23,7 @@ The rules:
 - Groups on a server that is marked out are queued again; answers that arrive after that are discarded. With a seed
   (vLLM) the retry samples the same completions, so a failure does not favour short ones; without a seed, or under newer
   weights, the group is recorded in `Work.resent`.
-- Every wait has a limit: `request_timeout_s` per request, from its first attempt, and `_MOST_FAILURES` failed answers
+- Every wait has a limit: `request_timeout_s` per request, from its first attempt, and `_MAX_FAILURES` failed answers
   to it. Either ends in one message with the request's id. A training request that fails loses its completions; a late
   one loses only the unfinished ones. Without a live server the rollout pauses, and the next weight sync waits for one.
 """
@@ -51,12 +51,12 @@ from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
 _TICK_S = 0.2
-_ANSWER_S = 30.0
+_CLIENT_GRACE_S = 30.0
 """A client's timeout is this much longer than the limit, so that `_check_deadlines` acts first, naming the request."""
-_MOST_FAILURES = 4
-"""After so many failures of one request, on any servers, the request itself is at fault. Attempts lost because another
-request's failure marked their server out do not count."""
-_MOST_ABORTS = 8
+_MAX_FAILURES = 4
+"""After this many failures of one request, on any servers, the request itself is at fault. Attempts that were lost
+because another request's failure marked their server out do not count."""
+_MAX_ABORTS = 8
 """A weight sync with in_flight=abort aborts a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
 _LATE = "it has waited longer than rollout.limits.request_timeout_s since its first try"
@@ -205,7 +205,7 @@ class Dispatch:
             work.resent.add(whole)
         self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
-        limit_s = left_s + _ANSWER_S
+        limit_s = left_s + _CLIENT_GRACE_S
         self._clients.ask(Submit(ticket, whole, member.name, group, work.expected, limit_s, prompt, work.number, first))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
@@ -321,7 +321,7 @@ class Dispatch:
         work = attempt.work
         aborts = work.aborts[attempt.index] = work.aborts.get(attempt.index, 0) + 1
         rest = [place for place, reason in enumerate(event.reasons) if reason == "abort"]
-        splits = work.may_split and aborts <= _MOST_ABORTS and len(rest) < len(event.reasons)
+        splits = work.may_split and aborts <= _MAX_ABORTS and len(rest) < len(event.reasons)
         work.completions_aborted += len(rest) if splits else len(event.reasons)
         if splits:
             work.retries += 1
@@ -329,8 +329,8 @@ class Dispatch:
         else:
             self._clients.cancel([event.ticket])  # discards its completions
             self._retry(attempt)
-        if aborts > _MOST_ABORTS:
-            self._count_failure(attempt, f"it has ended the request {aborts} times, unasked")
+        if aborts > _MAX_ABORTS:
+            self._count_failure(attempt, f"it has aborted the request {aborts} times on its own")
         return splits
 
     def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
@@ -344,14 +344,14 @@ class Dispatch:
             self._note_sampled(attempt, index)
 
     def _count_failure(self, attempt: _Attempt, why: str) -> None:
-        """Mark the server out and count the failure against the request, which has `_MOST_FAILURES`."""
+        """Mark the server out and count the failure against the request, which has `_MAX_FAILURES`."""
         work, member = attempt.work, attempt.member
         if member.outages != attempt.outages:  # many connections broke at once: an earlier failure counted this outage
             return
         failures = work.failures.setdefault(attempt.index, [])
         failures.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)
-        if len(failures) >= _MOST_FAILURES:
+        if len(failures) >= _MAX_FAILURES:
             why = f"has failed {len(failures)} times: {'; '.join(failures)}"
             if not work.may_lose:
                 raise RunAborted(f"request {work.groups[attempt.index].request_id} {why}")

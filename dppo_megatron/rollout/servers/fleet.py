@@ -158,7 +158,7 @@ class Fleet:
         for member, answer in probes:
             self._apply_probe(member, answer.exception())
 
-    def let_in(self, server: Server) -> Member:
+    def add(self, server: Server) -> Member:
         """Add a server, stale until the next weight sync. If a member has its address, it replaces that member's."""
         url = server.http.url
         with self.lock:
@@ -173,7 +173,7 @@ class Fleet:
             member.answered()
         return member
 
-    def let_go(self, member: Member, reason: str) -> None:
+    def mark_left(self, member: Member, reason: str) -> None:
         """Its owner has withdrawn it: no more requests and no more probes."""
         with self.lock:
             is_new = member.removed(reason)

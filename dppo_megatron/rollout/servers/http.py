@@ -57,7 +57,7 @@ OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS,
 STALE_TRIES = 3
 """Attempts of one call over kept connections. When one breaks, the event loop also drops all others closed by then."""
 ERROR_BYTES = 64 << 10
-_LARGEST_PROOF = 8192
+_MAX_PROOF_BYTES = 8192
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
 _LISTENS_S = 1.0
@@ -82,7 +82,7 @@ class Stale(Unreachable):
 
 
 class Refused(Exception):
-    """The server answered with another status than 2xx."""
+    """The server answered with a status other than 2xx."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {message}")
@@ -92,7 +92,7 @@ class Refused(Exception):
 
 
 class NotProven(Unreachable):
-    """What answers at a server's address is not that server (`_is_proven`)."""
+    """The program that answers at a server's address has not proven that it is that server (`_is_proven`)."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -113,7 +113,7 @@ def clean_key(key: str, where: str) -> str:
     """
     key = key.strip()
     if any(not "!" <= character <= "~" for character in key):
-        raise UserError(f"the API key in {where} holds white space or a character outside ASCII, which no header may")
+        raise UserError(f"the API key in {where} has white space or non-ASCII characters, which no header can hold")
     return key
 
 
@@ -390,7 +390,7 @@ async def _is_proven(protocol: Any, key: str) -> bool:
     """Whether the other end of a new connection (aiohttp's `protocol`) has the server's key; if not, it is closed."""
     transport, nonce = protocol.transport, secrets.token_hex(32).encode()
     wanted = b"\r\n%s: %s\r\n" % (PROOF_HEADER, proof(key, nonce, transport.get_extra_info("peername")[:2]))
-    reader = asyncio.StreamReader(limit=_LARGEST_PROOF)
+    reader = asyncio.StreamReader(limit=_MAX_PROOF_BYTES)
     transport.set_protocol(asyncio.StreamReaderProtocol(reader))
     try:
         transport.write(b"GET %s?%s HTTP/1.1\r\nHost: server\r\n\r\n" % (PROOF_PATH.encode(), nonce))

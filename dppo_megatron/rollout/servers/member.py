@@ -30,10 +30,10 @@ from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, 
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
-"""After up to so many failures in a row a server is probed again at once: one that was killed and restarted, or hung
+"""After up to this many failures in a row a server is probed again at once: one that was killed and restarted, or hung
 during a sync, should not wait. After more, the waits double from 1 s."""
-_LONGEST_RETRY_S = 30.0
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_MAX_RETRY_S = 30.0
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 30.0
 _MISFIT_S = 5.0
 HUNG_S = 60.0
 """vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
@@ -115,7 +115,7 @@ class Endpoint:
             self._outages += 1
             self.failures += 1
             self.has_leftovers = True
-            wait_s = min(_LONGEST_RETRY_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
+            wait_s = min(_MAX_RETRY_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
             self._probe_again_at = self._clock() + (wait_s if self.failures > _FREE_FAILURES else 0.0)
         return was_in
 
@@ -129,14 +129,14 @@ class Endpoint:
         self._owned()
         self.is_starting = False
         if self._state == "out" and not self.has_left:  # one that has left may still answer an earlier probe
-            self._state, self._reason = "stale", "back, to be synced"
+            self._state, self._reason = "stale", "back, needs a weight sync"
 
     def set_target(self, version: str) -> None:
         """From now on it is live only with the weights `version`."""
         self._owned()
         self.target_version = version
         if self._state == "live":
-            self._state, self._reason = "stale", f"to get weight sync {version}"
+            self._state, self._reason = "stale", f"needs weight sync {version}"
 
     def synced(self, version: str) -> bool:
         """It has all weights of `version` and generates. Returns whether it is live now: not if it has failed in the
@@ -181,7 +181,7 @@ class Endpoint:
         self._owned()
         wait_s = _FIRST_BACKOFF_S * 2.0 ** min(self._times_busy, 16) if wanted_s is None else wanted_s
         self._times_busy += 1
-        self._free_at = max(self._free_at, self._clock() + min(_LONGEST_BACKOFF_S, wait_s))
+        self._free_at = max(self._free_at, self._clock() + min(_MAX_BACKOFF_S, wait_s))
 
     @property
     def is_ready(self) -> bool:

@@ -14,7 +14,7 @@ from dppo_megatron.rollout.servers.wire import Completed, Expected, GenerateRequ
 from dppo_megatron.types import ExpertChoices
 
 _TOKENS_PER_READ = 8
-"""A part of a group may generate at least so many tokens per prompt token: each part costs a prefill of the prompt."""
+"""Parts of a group are made large enough to generate this many tokens per prompt token, as each costs a prefill."""
 
 
 def grouped(

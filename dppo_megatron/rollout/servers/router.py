@@ -105,7 +105,7 @@ class Router(Endpoint):
         return sorted(self.server.named - {member.name for member in self._workers if member.state == "live"})
 
 
-def named_now(
+def current_entries(
     servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str
 ) -> dict[str, RegistryEntry]:
     """Address -> entry of `servers` and of the workers that `routers` list, or listed last if they do not answer."""
@@ -122,7 +122,7 @@ def named_workers(http: Http, timeout_s: float) -> list[str]:
     return [worker.url.rstrip("/") for worker in answer.workers]
 
 
-def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
+def set_dialect(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
     """Set the dialect of `router` to its workers'; returns whether it passes such requests on, and logs if it does not.
 
     sglang-router has no path for vLLM's requests and answers 404. A router that has the path refuses the empty body

@@ -205,7 +205,7 @@ def make_servers(
                 " or rollout.quantization is on, and so would the drafter, which no sync brings; use ngram or suffix"
             )
         if not any(one.split("=")[0] == "--load-format" for one in rollout.servers.args):
-            command += ["--load-format", "dummy"]  # the first weight sync brings weights that the engine cannot read
+            command += ["--load-format", "dummy"]  # engines cannot load it; the first weight sync sends the weights
     if config.actor.routing_replay == "engine":
         if vllm and cpu:
             raise UserError(

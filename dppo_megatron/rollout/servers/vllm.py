@@ -338,7 +338,7 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
     """Environment variables of a launched server, one of `servers` on this machine."""
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IN_ENGINE), os.environ.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",  # the working directory may be a model's, with Python files in it
+        "PYTHONSAFEPATH": "1",  # do not import Python files of the working directory, which may be a model's
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -22,10 +22,10 @@ _HIGHEST_LOGPROB = 1e-3
 _LOWEST_LOGPROB = -104.0
 """Below log(2**-149): a probability that float32 cannot hold was never drawn. vLLM writes -9999 for NaN and for a token
 without a log-probability."""
-_MOST_CERTAIN = 64
-"""A completion of up to so many tokens may have only log-probabilities of 0: in float32, log(1 - 6e-8) is 0."""
+_MAX_CERTAIN = 64
+"""A completion of up to this many tokens may have only log-probabilities of 0: in float32, log(1 - 6e-8) is 0."""
 _EXPERT_ROWS = 256
-"""About so many tokens of a completion are checked for any expert that occurs twice."""
+"""About this many tokens of a completion are checked for any expert that occurs twice."""
 _ANSWER_BYTES = 1 << 20
 _TOKEN_BYTES = 512
 """Upper bound for one token of an answer; vLLM's JSON takes 168 bytes, SGLang's 46."""
@@ -114,7 +114,7 @@ class Expected(msgspec.Struct, frozen=True):
     vocab_size: int
     oldest_version: int
     newest_version: int
-    """Weights versions that tokens may have: from that of the rollout's start to the newest of a sync meanwhile."""
+    """Weights versions that tokens may have: that of the rollout's start, up to the newest that a sync may bring."""
     run: str = ""
     """Prefix of this run's version names; see `version_name`."""
 
@@ -199,7 +199,7 @@ def _continues_after_stop(one: Sampled, group: GenerateRequest) -> bool:
 def _raise_if_falsely_certain(sampled: Sequence[Sampled], group: GenerateRequest) -> None:
     """Raise for log-probabilities that are all exactly 0 and cannot be true: if each token had probability 1, all
     completions of the prompt agree (as with top_k = 1, or a collapsed model), and without a cut they are short."""
-    most = _MOST_CERTAIN if group.top_p == 1 and group.top_k == 0 else group.max_tokens
+    most = _MAX_CERTAIN if group.top_p == 1 and group.top_k == 0 else group.max_tokens
     for one in sampled:
         count = len(one.token_ids)
         if count and not one.logprobs.any() and (count > most or any(_differ(one, other) for other in sampled)):
@@ -215,7 +215,7 @@ def _raise_if_versions_wrong(one: Sampled, expected: Expected) -> None:
     covered = 0
     for version, start, end in one.weights_versions:
         if start != covered or end < start:
-            raise BadAnswer(f"weights versions for tokens [{start}, {end}) where [{covered}, ...) belongs")
+            raise BadAnswer(f"weights versions for tokens [{start}, {end}) instead of [{covered}, ...)")
         number = version_number(version)
         is_of_run = version == version_name(expected.run, number)
         if not (is_of_run and expected.oldest_version <= number <= expected.newest_version):
@@ -230,7 +230,7 @@ def _raise_if_experts_wrong(one: Sampled, group: GenerateRequest, wanted: Expert
         raise BadAnswer("no routed experts; the server must be started with --enable-return-routed-experts")
     shape = len(group.prompt_ids) + len(one.token_ids) - 1, wanted.layers, wanted.per_token
     if one.experts.shape != shape:
-        raise BadAnswer(f"routed experts of shape {one.experts.shape} where {shape} belongs")
+        raise BadAnswer(f"routed experts of shape {one.experts.shape} instead of {shape}")
     if one.experts.size and int(one.experts.max()) >= wanted.count:
         raise BadAnswer(f"expert {int(one.experts.max())} of a model with {wanted.count}")
     # Tokens that an engine did not record are all 0, which the first two experts show. Other repetitions are searched
@@ -294,7 +294,7 @@ def as_sampled(
 class Submit(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     index: int
-    """Of the group in its rollout."""
+    """The group's index in its rollout."""
     server: str
     group: GenerateRequest
     expected: Expected

@@ -63,4 +63,4 @@ async def _refuse(kind: str, send: Callable[[Message], Awaitable[None]]) -> None
         return
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": b'{"error": "this server asks for its key"}'})
+    await send({"type": "http.response.body", "body": b'{"error": "this server requires its key"}'})

@@ -77,7 +77,7 @@ def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> 
 
     nonce = os.urandom(32)
     if not hmac.compare_digest(swapped(proof(rank, peer, swapped(nonce))), proof(peer, rank, nonce)):
-        raise RuntimeError(f"who has connected as member {peer} of the group does not know its secret")
+        raise RuntimeError(f"the program that connected as member {peer} of the group does not know its secret")
 
 
 def prove_to_all(group: Any, secret: str, rank: int, world_size: int, device: torch.device) -> None:
@@ -89,7 +89,7 @@ def prove_to_all(group: Any, secret: str, rank: int, world_size: int, device: to
     group.allgather([shown], [mine]).wait()
     for member, (theirs, expected) in enumerate(zip(shown, proofs, strict=True)):
         if not hmac.compare_digest(bytes(theirs.tolist()), bytes(expected)):
-            raise RuntimeError(f"who has connected as member {member} of the group does not know its secret")
+            raise RuntimeError(f"the program that connected as member {member} of the group does not know its secret")
 
 
 class ChainReceiver:
@@ -157,7 +157,7 @@ class ChainReceiver:
 
 
 class BroadcastReceiver:
-    """One worker's end of an NCCL group. No GPU has run it."""
+    """One worker's end of an NCCL group. Not run on a GPU so far."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, secret: str, device: torch.device
