@@ -284,7 +284,7 @@ def test_the_channel_is_chosen_and_can_be_forced() -> None:
     assert chosen("auto", drafts, on_gpu=True, colocated=True) == "ipc"
     assert chosen("auto", drafts, on_gpu=True) == "nccl"
     for offered, colocated in ((("gloo", "nccl"), True), (("gloo",), False), ((), False)):
-        with pytest.raises(UserError, match="over disk an SGLang that drafts"):
+        with pytest.raises(UserError, match="over disk SGLang would load the policy into its draft model"):
             chosen("auto", offered, on_gpu=True, colocated=colocated)
 
 

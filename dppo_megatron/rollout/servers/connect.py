@@ -357,7 +357,7 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
     """Check servers that apply top_p before top_k, or return log-probabilities under a cut only up to `max_top_k`."""
     if not info.top_p_after_top_k and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
-            f"{url} applies rollout.sampling.top_p before rollout.sampling.top_k, all other engines after it: use only"
+            f"{url} applies rollout.sampling.top_p before rollout.sampling.top_k, all other engines after it: use"
             " one of the two"
         )
     cut = rollout.sampling.top_k or (vocab_size if rollout.sampling.top_p < 1 else 0)

@@ -228,8 +228,7 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
     """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
 
     vocab_size: int
-    """Used as a top_k that cuts nothing when only top_p cuts: SGLang returns log-probabilities under a cut only for a
-    finite top_k."""
+    """Sent as top_k when only top_p cuts: SGLang returns log-probabilities under a cut only for a finite top_k."""
     seeded: bool = False
     arrays: bool = False
     """The server has our path for answers as arrays (`in_engine/dppo_sglang_server.py`)."""

@@ -40,11 +40,8 @@ _REVIVE_S = 30.0
 
 @dataclass
 class _Probe:
-    """The last health probe of one server.
-
-    Its answer may be read much later, in the next rollout. It counts only if the server's state and number of outages
-    are still the same as when it was probed (`asked_in`).
-    """
+    """The last health probe of one server. Its answer may be read much later, in the next rollout, and counts only if
+    the server's state and number of outages are still those at the time of the probe (`asked_in`)."""
 
     begun: float = -math.inf
     asked_in: tuple[str, int] = ("", 0)

@@ -9,8 +9,8 @@ aiohttp manages the connections. `Transport` is for an event loop with thousands
 In addition to what aiohttp does:
 
 - A deadline covers a whole call: connecting, sending, and every byte of the answer. Trickling bytes do not extend it.
-- An answer has a maximum size, and only 2xx is success: a redirect means a wrong address.
-  Nothing is decompressed: a small answer can unpack to gigabytes.
+- An answer has a maximum size, and only 2xx is success: a redirect means a wrong address. Nothing is decompressed: a
+  small answer can unpack to gigabytes.
 - A server that closes an idle connection has not failed (`Stale`).
 - A call of `Http` ends when the server no longer listens. vLLM (0.32.0) stops listening when one of its engines has
   died, but never ends the calls that wait for that engine.

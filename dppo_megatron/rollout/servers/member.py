@@ -189,8 +189,7 @@ class Endpoint:
         return self.state == "live" and not self.asleep and self._clock() >= self._free_at
 
     def _owned(self) -> None:
-        """Raises RuntimeError unless this thread holds the fleet's lock. Of Python's locks only Condition checks that:
-        `notify` needs it."""
+        """Raises RuntimeError unless this thread holds the fleet's lock, which `notify` checks."""
         self._lock.notify(0)
 
 

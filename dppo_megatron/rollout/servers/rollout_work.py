@@ -125,9 +125,8 @@ class Work:
     ended: set[int] = field(default_factory=set)
     """Requests that were late, so that servers were asked to abort them and keep their tokens so far."""
     resent: set[int] = field(default_factory=set)
-    """Groups that lost an attempt while a server sampled it and whose retry samples other completions, since the engine
-    takes no seeds or (some of) the weights are newer. Long completions are lost more often, so retries favour short
-    ones."""
+    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds or under
+    newer weights (wholly or in part). Long completions are lost more often, so retries favour short ones."""
     sampled_under: dict[int, str] = field(default_factory=dict)
     """Request -> the weights version of its last lost attempt."""
     retries: int = 0

@@ -239,8 +239,8 @@ class SGLangServer:
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
         """Needs --enable-memory-saver. On a CPU, whose memory is not released, SGLang only tracks the state."""
         # SGLang's scheduler exits if it is to sleep with running requests; queued ones do no harm while it is paused.
-        # `abort` alone is not enough: a request whose client has gone runs for one more token, for which it does not
-        # wait. `retract` moves running requests to the queue at once.
+        # `abort` alone is not enough: a request whose client has disconnected runs for one more token, and SGLang does
+        # not wait for that. `retract` moves running requests to the queue at once.
         for mode in ("retract",) if keeps else ("abort", "retract"):
             self.http.do("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
         self.http.do("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
