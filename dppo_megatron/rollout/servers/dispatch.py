@@ -76,7 +76,7 @@ class _Attempt:
     began_s: float
     """On the clock of the spans."""
     outages: int
-    """The server's outages when this attempt began. If that changes, the attempt is lost, even if the server is back."""
+    """The server's outages when this attempt began. If it changes, the attempt is lost, even if the server is back."""
     version: str
     """The fleet's expected weights when this attempt began."""
 
