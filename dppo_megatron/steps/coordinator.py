@@ -94,10 +94,10 @@ class Coordinator:
         tables = {key: one.made_up(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
-        on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
-        record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
-        record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
-        if any(row.label in ("ratio", "biased") for row in (*on_servers, *record_rows)):
+        rollout_rows = server_rows(config.rollout, stats, sizes=decision.prompts.size)
+        config_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
+        record.ledger = (*decision.recorded_ledger, *rollout_rows, *config_rows)
+        if any(row.label in ("ratio", "biased") for row in (*rollout_rows, *config_rows)):
             record.metrics.pop("prune/bias_estimate", None)  # it covers only the selector's rows
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):

@@ -9,7 +9,7 @@ replica that trains on it according to the plan:
                                                  --inside the node--> the ranks of the replica that train on it
 
 Through gateways a rank connects only to one rank of each other node and to the ranks of its own: 134 connections at
-1,024 ranks, eight per node, instead of 1,023 open files. Data that a node needs twice crosses the network once; in
+1,024 ranks, eight per node, instead of 1,023. Data that a node needs twice crosses the network once; in
 return a rank forwards up to as much as it keeps. With one node, or one rank per node, every rank sends to every rank.
 
 Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes per token, and nothing for pruned
