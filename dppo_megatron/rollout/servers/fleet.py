@@ -156,7 +156,7 @@ class Fleet:
             self._apply_probe(member, answer.exception())
 
     def add(self, server: Server) -> Member:
-        """Add a server, stale until the next weight sync. If a member has its address, that member gets the new server."""
+        """Add a server, stale until the next weight sync; if a member has its address, as that member's new server."""
         url = server.http.url
         with self.lock:
             self._probes[url] = _Probe()  # an earlier probe was of the server that had the address before
