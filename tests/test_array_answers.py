@@ -100,12 +100,12 @@ def test_both_forms_say_the_same() -> None:
         (packed(GOOD)[:-1], "bytes of arrays"),
         (packed(GOOD) + b"\0\0\0\0", "bytes of arrays"),
         (packed(GOOD | {"request_id": "generate-tokens-other"}), "answers request"),
-        (packed(GOOD | {"choices": []}), "0 completions for 3 asked"),
-        (packed(GOOD | {"choices": GOOD["choices"][::-1]}), "belongs"),
+        (packed(GOOD | {"choices": []}), "0 completions instead of 3"),
+        (packed(GOOD | {"choices": GOOD["choices"][::-1]}), "instead of"),
         (packed(GOOD, id=f"{GROUP.request_id}/1"), "answers request"),
         (packed(GOOD, tokens=-1), "cannot be read"),
         (packed(GOOD, tokens=1 << 40), "bytes of arrays"),
-        (packed(GOOD, finish_reason="error"), "ended by 'error'"),
+        (packed(GOOD, finish_reason="error"), "finish reason 'error'"),
         (packed(GOOD, weight_versions=[]), "weights versions"),
         (packed(GOOD, weight_versions=[{"version": "9", "start": 0, "end": 1}]), "not this rollout's"),
     ],
@@ -152,8 +152,8 @@ def test_sglangs_arrays() -> None:
         (packed(answers)[:-1], "bytes of arrays"),
         (packed(answers, id="another"), "answers request 'another'"),
         (packed(answers, tokens=-1), "cannot be read"),
-        (packed(answers[::-1]), "belongs"),
-        (packed(answers[:-1]), "2 completions for 3 asked"),
+        (packed(answers[::-1]), "instead of"),
+        (packed(answers[:-1]), "2 completions instead of 3"),
     ):
         with pytest.raises(BadAnswer, match=message):
             arrays.read([content], GROUP)

@@ -248,7 +248,7 @@ def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
     fleet.probe_all()
     case.all_named([asked.name for asked in fleet.endpoints if asked.state == "out"])
     if row.phase == "routed":
-        entries = router.named_now([], routers, "", row.engine)
+        entries = router.current_entries([], routers, "", row.engine)
         assert "http://127.0.0.1:9" in entries and named_workers(Http(case.urls["good"]), 5) == [
             "http://127.0.0.1:8000"
         ]

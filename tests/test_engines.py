@@ -284,7 +284,7 @@ def test_the_channel_is_chosen_and_can_be_forced() -> None:
     assert chosen("auto", drafts, on_gpu=True, colocated=True) == "ipc"
     assert chosen("auto", drafts, on_gpu=True) == "nccl"
     for offered, colocated in ((("gloo", "nccl"), True), (("gloo",), False), ((), False)):
-        with pytest.raises(UserError, match="over disk an SGLang that drafts"):
+        with pytest.raises(UserError, match="over disk SGLang would load the policy into its draft model"):
             chosen("auto", offered, on_gpu=True, colocated=colocated)
 
 
@@ -358,9 +358,9 @@ def test_another_model_behind_the_address(tmp_path: Path) -> None:
     wrong = {
         "a LlamaForCausalLM; the actor is a Qwen3ForCausalLM": {"architecture": "LlamaForCausalLM"},
         "20 tokens in its vocabulary; the actor has 19": {"vocab_size": 20},
-        "a context of 8 tokens, or a KV cache for no more": {"max_tokens": 8},
+        "a context or KV cache of only 8 tokens": {"max_tokens": 8},
         "--logprobs-mode processed_logprobs": {"logprobs_are_processed": False},
-        "quantized as 'fp8'; rollout.quantization = off sends it others": {"quantization": "fp8"},
+        "quantized as 'fp8'; rollout.quantization = off does not match that": {"quantization": "fp8"},
     }
     for message, change in wrong.items():
         fields = {name: getattr(good, name) for name in ServerInfo.__slots__} | change

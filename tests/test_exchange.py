@@ -157,7 +157,7 @@ def _hops(monkeypatch: pytest.MonkeyPatch, parcels: Any, replicas: Replicas) -> 
 
     monkeypatch.setattr(dppo_megatron.steps.exchange, "_send", note)
     here: dict[int, Any] = {index: [] for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
-    dppo_megatron.steps.exchange._by_nodes(parcels, here, replicas)
+    dppo_megatron.steps.exchange._deliver(parcels, here, replicas)
     assert set(np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank]).tolist()) <= set(here)
     return hops
 

@@ -415,7 +415,7 @@ def test_an_abort_by_a_sync_is_asked_again_and_one_by_nobody_has_an_end() -> Non
     fleet, work = world.fleet(1), work_of(groups(2))
     with pytest.raises(NeedsWeights):
         list(dispatch(fleet, work))
-    assert "ended the request 9 times" in work.failures[0][0]
+    assert "aborted the request 9 times" in work.failures[0][0]
 
 
 def test_syncs_that_abort_the_rest_of_a_group_are_no_failure_of_its_server() -> None:
@@ -577,7 +577,7 @@ def test_every_group_has_one_answer_or_the_run_says_why(data: st.DataObject, cou
 def test_who_comes_takes_nobodys_place() -> None:
     """Whoever leaves."""
     fleet = World().fleet(2)
-    fleet.let_go(fleet.members[0], "it has left")
-    assert fleet.let_in(FakeServer("z")).name == "z"  # type: ignore[arg-type]
+    fleet.mark_left(fleet.members[0], "it has left")
+    assert fleet.add(FakeServer("z")).name == "z"  # type: ignore[arg-type]
     synced(fleet)
     assert [member.name for member in fleet.live] == ["b", "z"]

@@ -144,7 +144,7 @@ def test_a_server_that_has_left_is_none_of_a_clients() -> None:
     fleet, work = world.fleet(8), work_of(groups(8), may_split=True)
     work.spread(4, 9)
     for member in fleet.members[:2]:
-        fleet.let_go(member, "it has left")
+        fleet.mark_left(member, "it has left")
     landing = dispatch(fleet, work)
     events = world.events
 

@@ -321,7 +321,7 @@ def test_an_impostor_in_the_store_is_no_member() -> None:
             meeting, store = _meeting()
             for key, value in theirs.items():
                 store.set(key, forged(value))
-            with pytest.raises(RuntimeError, match="no member has written into the group's store"):
+            with pytest.raises(RuntimeError, match="a program that is not a member has written to the group's store"):
                 ChainGroup(meeting) if rank else _worker(meeting, store, meeting.secret)
 
 

@@ -111,8 +111,8 @@ def test_a_probe_of_the_predecessor_is_no_news() -> None:
     fleet = world.fleet(1)
     fleet._threads = threads = Unanswered()
     fleet.probe_all()
-    fleet.let_go(fleet.members[0], "it has left")
-    member = fleet.let_in(FakeServer("a"))  # type: ignore[arg-type]
+    fleet.mark_left(fleet.members[0], "it has left")
+    member = fleet.add(FakeServer("a"))  # type: ignore[arg-type]
     assert member.state == "stale"
     synced(fleet)
     threads.questions[0].set_exception(Unreachable("no answer"))

@@ -127,7 +127,7 @@ def test_other_bytes_on_the_second_replica_are_found(fake: FakeVLLM) -> None:
     held["dp1:pp0:pcp0:tp0:b"] = "3" * 64
     world = World()
     fleet = world.fleet(0)
-    member = fleet.let_in(server)
+    member = fleet.add(server)
     with fleet.lock:
         member.synced("1")
 
@@ -259,7 +259,7 @@ def test_weights_from_files_do_not_go_over_nccl(
     files = write_job_files(tmp_path)
     for device, channel in (("0", "nccl"), ("cpu", "gloo")):
         assert f"weight sync: {channel}" in _connected(fake, files, "auto", device).description
-    with pytest.raises(UserError, match="nccl sends weights that are on a GPU, and these are not: gloo does"):
+    with pytest.raises(UserError, match="nccl needs an actor on a GPU, and this one is on a CPU; use gloo"):
         _connected(fake, files, "nccl")
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(standalone, "ServerEngine", lambda *_, **options: made.append(options) or MagicMock())
@@ -282,7 +282,7 @@ def test_servers_of_an_evaluation_get_the_places_that_are_named(files: Path, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(UserError, match=r"^2,3$"):
         standalone._engine(job)
-    with pytest.raises(UserError, match=r"place 0 in CUDA_VISIBLE_DEVICES = 2,3 is a rank's \(1 train on"):
+    with pytest.raises(UserError, match=r"position 0 in CUDA_VISIBLE_DEVICES = 2,3 is a training rank's GPU \(1 train"):
         ServerEngine(config, job.architecture, job.tokenizer)
 
 

@@ -204,7 +204,7 @@ def test_a_server_that_comes_back_is_looked_at_again(files: Path, tmp_path: Path
         assert _rollout(engine, 2) == 16 and sum("is out" in line for line in said) == 1
         stubs.pages["a/v1/models"] = json.dumps({"data": [{"id": "policy", "root": "", "max_model_len": 3}]})
         stubs.behaviours["a"] = lambda asked: asked.reply("", "500 Internal Server Error")
-        with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*a context of 3 tokens"):
+        with pytest.raises(RunAborted, match=r"engine_wait_s = 2 s .*KV cache of only 3 tokens"):
             _rollout(engine, 3)
         assert sum("answers again and is not used" in line for line in said) == 1
     finally:

@@ -28,10 +28,10 @@ from support.settings import rollout_config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.connect import routed
+from dppo_megatron.rollout.servers.connect import resolve_endpoints
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import Http, Peer
-from dppo_megatron.rollout.servers.router import RouterServer, named_now, through
+from dppo_megatron.rollout.servers.router import RouterServer, current_entries, set_dialect
 from dppo_megatron.rollout.servers.wire import Expected, Submit
 from dppo_megatron.types import UserError
 
@@ -42,7 +42,7 @@ DIALECT: dict[str, AnyDialect] = {"vllm": VLLMDialect(), "sglang": SGLangDialect
 
 def _said(endpoints: list[str]) -> tuple[list[str], list[RouterServer], list[str]]:
     said = logged_lines()
-    return *routed(rollout_config({"engine": "sglang", "servers.endpoints": endpoints}), ""), said
+    return *resolve_endpoints(rollout_config({"engine": "sglang", "servers.endpoints": endpoints}), ""), said
 
 
 def test_a_router_names_its_workers() -> None:
@@ -74,7 +74,7 @@ def _relayed(engine: str, stubs: StubServers) -> Iterator[tuple[Rig, RouterServe
     """Workers a and b behind a relay."""
     stubs.behaviours["router"] = relay(stubs, "router", "ab", engine)
     router = RouterServer(Http(stubs.url("router")), named=frozenset((stubs.url("a"), stubs.url("b"))))
-    assert through(router, [DIALECT[engine]] * 2)
+    assert set_dialect(router, [DIALECT[engine]] * 2)
     stubs.asked.clear()
     rig = Rig([(engine, stubs.url("a")), (engine, stubs.url("b"))], routers=[router])
     try:
@@ -186,7 +186,7 @@ def test_a_router_of_another_engine_is_passed_by() -> None:
     """sglang-router in front of vLLM servers: 404."""
     with StubServers({"a": good}) as stubs:
         stubs.behaviours["router"] = relay(stubs, "router", "a", "sglang")
-        assert not through(RouterServer(Http(stubs.url("router"))), [VLLMDialect()])
+        assert not set_dialect(RouterServer(Http(stubs.url("router"))), [VLLMDialect()])
 
 
 def test_workers_that_a_router_names_later() -> None:
@@ -194,7 +194,7 @@ def test_workers_that_a_router_names_later() -> None:
     with StubServers({"a": good, "b": good}) as stubs:
         relay(stubs, "router", "a", "vllm")
         router = RouterServer(Http(stubs.url("router")), named=frozenset((stubs.url("a"),)))
-        named = partial(named_now, [stubs.url("c")], [router], "key", "vllm")
+        named = partial(current_entries, [stubs.url("c")], [router], "key", "vllm")
         assert set(named()) == {stubs.url("c"), stubs.url("a")}
         relay(stubs, "router", "ab", "vllm")
         assert set(named()) == {stubs.url("c"), stubs.url("a"), stubs.url("b")}
@@ -240,7 +240,7 @@ def test_a_real_router(engine: str, tmp_path: Path) -> None:
     ):
         found, [router], _ = _said([url])
         assert sorted(found) == sorted([stubs.url("a"), stubs.url("b")])
-        assert through(router, [DIALECT[engine]] * 2)
+        assert set_dialect(router, [DIALECT[engine]] * 2)
         stubs.asked.clear()
         rig = Rig([(engine, stubs.url("a")), (engine, stubs.url("b"))], routers=[router])
         try:

@@ -157,7 +157,7 @@ def test_a_stranger_in_a_group_costs_the_pass(running: Running, monkeypatch: pyt
     def own_group(meeting: GroupRendezvous, _: object) -> BroadcastGroup:
         server.taken = server.taken or meeting.name
         if meeting.name == server.taken:
-            raise RuntimeError("who has connected as member 1 of the group does not know its secret")
+            raise RuntimeError("the program that connected as member 1 of the group does not know its secret")
         return ChainGroup(meeting)
 
     monkeypatch.setattr(broadcast, "own_group", own_group)
@@ -511,7 +511,9 @@ def test_ranks_are_found_by_their_devices() -> None:
     for gpus, inherited, training in ((["0,2"], "2,3", 0), (["0"], "4,5", 1), (["GPU-a"], "4,5", 0), (["1"], "", 0)):
         assert servers_devices(gpus, inherited, training) == gpus, "CUDA's own"
     assert servers_devices(["1", "2"], "0,1,2", 2) == ["1", "2"], "either way"
-    said = r"place 1 in CUDA_VISIBLE_DEVICES = 4,5,6,7 is a rank's \(2 train .* and 2 is none's: name places from 2 on"
+    said = (
+        r"position 1 in CUDA_VISIBLE_DEVICES = 4,5,6,7 is a training rank's GPU \(2 train .* but 2 is not: use .* 2 on"
+    )
     with pytest.raises(UserError, match=said):
         servers_devices(["1", "2"], "4,5,6,7", 2)
     two_nodes = [RankDevice(node, frozenset((name,))) for node in (0, 1) for name in ("0", "1")]

@@ -1,6 +1,6 @@
-"""Builds engine and sampling from a job's settings.
+"""Builds the engine, the sampling settings and the canary of a job.
 
-Apart from `loop.py`, so that a new engine is one branch here and no phase of the loop knows which one runs.
+Separate from `loop.py`, so that a new engine is one branch here and no phase of the loop depends on the engine.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
             grade=job.grade.submit,
             records_experts=config.actor.routing_replay == "engine",
         )
-    # aiohttp and the clients of servers, 0.2 CPU s that a rank with the embedded engine need not spend
+    # imported here: with aiohttp and the clients it takes 0.2 CPU s, which the embedded engine does not need
     from dppo_megatron.rollout.server_engine import ServerEngine
 
     parts = 2 if _evaluates_while_clients_grade(job) else 1
 
     def hook(clients: int) -> HookFactory:
-        """The graders of one of so many clients: as many processes as the ranks of its node would have."""
+        """The graders of one of `clients` clients: as many processes as the ranks of its node would have."""
         here = launched_here()
         rewards = {key: replace(one, processes=one.processes * here) for key, one in job.grade.rewards.items()}
         return partial(Graders, rewards, shared_by=clients * parts)
 
     engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)
-    job.grade.share(engine.holders * parts)  # an evaluation's completions, which ranks grade, are theirs alone
+    job.grade.share(engine.holders * parts)  # ranks use their own graders only for evaluations' completions
     log(engine.description)
     return engine
 
 
 def _evaluates_while_clients_grade(job: Job) -> bool:
-    """Whether evaluations go on beside the next steps' rollouts, with a grader that those have too."""
+    """Whether evaluations and the next steps' rollouts can run at the same time and share a grader."""
     grade, sets = job.grade, (job.train_sets, job.eval_sets)
     trained, evaluated = ([grade.rewards[grade.key_of(one.key)] for one in some.values()] for some in sets)
     overlap = job.config.rollout.async_steps > 0 and job.config.eval.every_steps > 0
@@ -63,17 +63,17 @@ def _evaluates_while_clients_grade(job: Job) -> bool:
 
 
 def make_canary(job: Job) -> Canary | None:
-    """What proves the weights of servers; None for the embedded engine, which has none."""
+    """The check that servers have the actor's weights; None for the embedded engine, which has no servers."""
     config = job.config
     if config.rollout.engine == "hf":
         return None
-    from dppo_megatron.rollout.sync.receipts import Canary  # as in `make_engine`
+    from dppo_megatron.rollout.sync.receipts import Canary  # imported here as in `make_engine`
 
     return Canary(config.rollout, config.seed, job.stop_token_ids)
 
 
 def what_to_offload(config: Config, device: str) -> Literal["none", "optimizer", "all"]:
-    """`actor.offload` with `auto` decided: on a CPU there is no second memory to go to."""
+    """`actor.offload` with `auto` resolved: on a CPU there is no other memory to offload to."""
     if config.actor.offload == "auto":
         return "all" if config.rollout.servers.colocate and device == "cuda" else "none"
     return config.actor.offload

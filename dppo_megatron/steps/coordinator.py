@@ -1,7 +1,7 @@
 """What rank 0 decides in a step: prompts, completions, micro-batches; and what it learns from the step's cost.
 
-Every rank makes one, since it is made from the settings alone, but only rank 0's is asked and has a state that counts.
-It knows scalars and no tokens: the loop brings outcomes here and sends what is decided to the ranks.
+Every rank has a Coordinator, since its settings are enough to build one, but only rank 0's is used and has a valid
+state. It sees scalars, not tokens: the loop passes outcomes to it and sends its decisions to the ranks.
 
     begin -> take (one or more rounds) -> refill ... -> decide -> learn
 """
@@ -35,7 +35,7 @@ from dppo_megatron.types import IntArray, Label, PackPlan
 
 
 class Coordinator:
-    """The decisions of one job, in the order above for each step."""
+    """The decisions of one job; each step calls its methods in the order above."""
 
     def __init__(self, job: Job, layout: PackingLayout) -> None:
         config = job.config
@@ -57,29 +57,30 @@ class Coordinator:
             problems=len(job.train_prompts),
         )
         self._outcomes = [RolloutTable.of({}, self._width, 0)]
-        """Of the present step's rollout rounds so far, behind a table without groups: there may be none."""
+        """Outcomes of the current step's rollout rounds so far, after an empty table, since a step may have none."""
 
     def begin(self, number: int) -> PromptDraw:
-        """The prompts of step `number`; `rollout.async_steps` before it may be generating or training."""
+        """The prompts of step `number`, while up to `rollout.async_steps` steps before it may not be finished."""
         return self._selector.begin(number)
 
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
-        """Add the outcomes of a round, one from each rank. Raises RunAborted if too many gradings failed."""
+        """Add the outcomes of a round, one table per rank. Raises RunAborted if too many gradings failed."""
         self._outcomes += outcomes
         for key, table in RolloutTable.join(self._outcomes).grades.items():
             check_failures(table, self._job.grade.rewards[key], number, key)
 
     def refill(self, number: int) -> PromptDraw | None:
-        """More prompts, for methods that ask until enough groups have variance; None: enough."""
+        """More prompts, for methods that continue until enough groups have variance; None: there are enough."""
         return self._selector.refill(RolloutTable.join(self._outcomes).outcomes.rewards, number)
 
     def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, dict[int, tuple[Any, ...]]]:
-        """What to train on, in which micro-batches; which rank holds each group; what is recorded of each completion.
-
-        Writes the step's metrics, ledger and trace row.
+        """Decide what to train on, and write the step's metrics, ledger and trace row.
 
         Args:
-            stats: the engine's, of this step's rollout.
+            stats: the engine's, for this step's rollout.
+
+        Returns:
+            The plan of each update; [K] the rank that holds each group; what to record of each recorded group.
         """
         config = self._job.config
         outcomes = RolloutTable.join(self._outcomes)
@@ -93,11 +94,11 @@ class Coordinator:
         tables = {key: one.reweighted(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
-        on_servers = server_rows(config.rollout, stats, sizes=decision.prompts.size)
-        record_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
-        record.ledger = (*decision.recorded_ledger, *on_servers, *record_rows)
-        if any(row.label in ("ratio", "biased") for row in (*on_servers, *record_rows)):
-            record.metrics.pop("prune/bias_estimate", None)  # it is of the selector's rows alone
+        rollout_rows = server_rows(config.rollout, stats, sizes=decision.prompts.size)
+        config_rows = (*off_policy_rows(config), *overlong_row(self._job), *order_row(config.data))
+        record.ledger = (*decision.recorded_ledger, *rollout_rows, *config_rows)
+        if any(row.label in ("ratio", "biased") for row in (*rollout_rows, *config_rows)):
+            record.metrics.pop("prune/bias_estimate", None)  # it covers only the selector's rows
         record.trace = trace_row(step.number, decision, rollouts)
         with record.timers.phase("pack"):
             updates = range(config.objective.updates_per_step)
@@ -120,14 +121,14 @@ class Coordinator:
         """Report a finished step's cost to the policies; returns log lines."""
         took, counts = step.record.timing, step.record.counts
         assert counts is not None, f"step {step.number} has not been decided"
-        said = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
+        lines = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
         tokens = float(counts.tokens_generated), float(counts.tokens_trained)
         self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
         step.record.metrics |= self._advisor.metrics()
-        return [*said, *(self._advisor.lines() if took.probe_s else ())]
+        return [*lines, *(self._advisor.lines() if took.probe_s else ())]
 
     def probe(self, grad_norm: float, half_norm: float) -> None:
-        """Gradient norms of an update and of half of its prompts, for the advice on the batch size."""
+        """Take the gradient norms of an update and of half of its prompts, for the advice on the batch size."""
         self._advisor.probe(grad_norm, half_norm)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,13 +140,13 @@ class Coordinator:
         self._advisor.load_state_dict(state["batch"])
 
     def _grading_metrics(self, tables: Mapping[str, GradeTable]) -> dict[str, float]:
-        """Of all gradings, and under its name of each set with rewards of its own."""
-        found = grading_metrics(GradeTable.join(list(tables.values())), list(self._job.config.reward.functions))
+        """Metrics of all gradings, and of each training set that has its own rewards, under the set's name."""
+        metrics = grading_metrics(GradeTable.join(list(tables.values())), list(self._job.config.reward.functions))
         for name, one in self._job.train_sets.items():
             if (key := self._job.grade.key_of(one.key)) != "reward":
                 parts = list(self._job.grade.rewards[key].functions)
-                found |= set_metrics(tables.get(key) or GradeTable.of([]), parts, name)
-        return found
+                metrics |= set_metrics(tables.get(key) or GradeTable.of([]), parts, name)
+        return metrics
 
     def _plan_update(self, step: Step, decision: TrainSelection, lengths: IntArray, index: int) -> UpdatePlan:
         rows = np.flatnonzero(decision.kept & (decision.minibatch == index))
@@ -165,7 +166,7 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
 
 
 def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
-    """The row for an order of problems that is not drawn; none for `shuffled`."""
+    """The row for a deterministic order of problems; none for `shuffled`."""
     if data.order == "shuffled":
         return ()
     by = "" if data.order == "file" else f" by {data.order_by}"
@@ -174,15 +175,15 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
 
 
 OFF_POLICY = ("rollout/stale", "rollout/quantized")
-"""Rows of completions that were sampled from another policy than the actor's."""
+"""Rows for completions that were sampled from another policy than the actor's."""
 
 
 def off_policy_rows(config: Config) -> tuple[LedgerRow, ...]:
-    """The rows for completions that were sampled under older weights, in every step of a run whose steps may overlap,
-    and under rounded ones. Correlations of a completion's length with its age are no matter: every step trains on all
-    that it drew. How large they are is known when the actor has scored what was kept (`off_policy_sized`)."""
+    """The rows for completions sampled under older weights, in every step of a run whose steps may overlap, and under
+    quantized weights. That long completions tend to be older adds no bias: every step trains on all that it drew. The
+    sizes of the biases are known once the actor has scored the kept completions (`off_policy_sized`)."""
     rollout, level = config.rollout, config.objective.correction.level
-    # tokens that the older or rounded distribution cut off are in no completion for a ratio to weigh
+    # a ratio cannot weigh tokens that the older or quantized distribution cut off: no completion has them
     is_exact = is_exact_off_policy(config.objective) and not rollout.sampling.truncates
     label: Label = "unbiased" if is_exact else "biased"
     notes = (
@@ -199,16 +200,16 @@ def off_policy_rows(config: Config) -> tuple[LedgerRow, ...]:
 
 
 def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple[LedgerRow, ...]:
-    """With what the correction leaves of all that differs from the actor, in each row of `OFF_POLICY`."""
+    """`ledger` with `bias`, left by the correction of all differences from the actor, in each row of `OFF_POLICY`."""
     return tuple(row.sized(bias) if bias is not None and row.name in OFF_POLICY else row for row in ledger)
 
 
 def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) -> tuple[LedgerRow, ...]:
-    """What happened at the servers, in groups of these sizes [K]. Biases are shares of the step: what was lost is not
-    known, so each counts in full.
+    """The rows for completions that servers aborted or lost, of a step with groups of these sizes [K]. A bias is the
+    share of the step that was sampled again: the lost completions are not known, so each counts in full.
 
-    The rows of a setting are in every step in which it may act, whether or not it did, since a label must not depend on
-    the outcome. A server's death is no setting: a step without one has no row.
+    The row of a setting is in every step that the setting may affect, even if nothing happened, since a label must not
+    depend on the outcome. A server's failure is not a setting: a step without one has no row.
     """
     if config.engine == "hf":
         return ()
@@ -216,7 +217,7 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) 
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # some more than once
+        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # it counts every abort of one
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: without seeds, or with newer weights"

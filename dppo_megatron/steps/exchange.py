@@ -2,20 +2,20 @@
 
 Rank 0 decides on scalars and broadcasts the plan; other ranks' tokens never pass through it. The rank that holds a
 completion (it generated it, or took it from its node's rollout client) sends it to the ranks of the data-parallel
-replica that the plan gave it to:
+replica that trains on it according to the plan:
 
-    rank 0      scalars [K, G] of all --select, plan--> rows, weights, micro-batches --broadcast--> everybody
-    holder h    tokens, log-probs of its groups  --one copy--> the rank of each node that has h's number on its own
+    rank 0      scalars [K, G] of all --select, plan--> rows, weights, micro-batches --broadcast--> all ranks
+    holder h    tokens, log-probs of its groups  --one copy--> in each node, the gateway for h (`Replicas.gateways`)
                                                  --inside the node--> the ranks of the replica that train on it
 
-By way of the nodes a rank connects to one rank of each other node and to its own node's: 134 at 1,024 ranks, eight a
-node, where each with each is 1,023 open files. What a node needs twice crosses the network once; in return a rank
-passes on up to as much as it keeps. In a job of one node, or of one rank a node, every rank sends to every rank.
+Through gateways a rank connects only to one rank of each other node and to the ranks of its own: 134 connections at
+1,024 ranks, eight per node, instead of 1,023. Data that a node needs twice crosses the network once; in
+return a rank forwards up to as much as it keeps. With one node, or one rank per node, every rank sends to every rank.
 
-Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes a token, and nothing for what
-was pruned. Of a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
-every group to every rank was 5.7 GB a rank. Replayed experts follow, `ExpertChoices.bytes_per_token` for each token
-of prompt and completion, and 4 bytes a completion token for each field of `objective.token_values`.
+Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes per token, and nothing for pruned
+completions. In a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
+sending every group to every rank took 5.7 GB per rank. Replayed experts add `ExpertChoices.bytes_per_token` for each
+token of prompt and completion, and each field of `objective.token_values` 4 bytes per completion token.
 """
 
 from __future__ import annotations
@@ -47,27 +47,28 @@ from dppo_megatron.types import (
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Which data-parallel replica each rank of the job belongs to, and which node."""
+    """The data-parallel replica and the node of each rank of the job."""
 
     of_rank: IntArray
-    """[world size]."""
+    """[world size] the rank's replica."""
     node: IntArray
-    """[world size] the first rank on its node; nodes may differ in size."""
+    """[world size] the rank's node, as the lowest rank on it; nodes may differ in size."""
     rank: int
 
     @staticmethod
     def agree(data_parallel_rank: int) -> Replicas:
-        """Gather it from all ranks. Collective."""
+        """Gather them from all ranks. Collective."""
         me = rank()
         of_rank, node = np.array(gather_all([(data_parallel_rank, launched_node(me))])).T
         return Replicas(of_rank, node, me)
 
     def gateways(self, node: int) -> IntArray:
-        """[world size] through which rank of `node` what each rank sends comes there: through itself if it is one."""
+        """[world size] the rank of `node` that receives what each rank sends to that node; a rank of `node` itself is
+        its own gateway. Other ranks are assigned by their position on their node."""
         members = np.flatnonzero(self.node == node)
-        through: IntArray = members[(np.arange(len(self.node)) - self.node) % len(members)]
-        through[members] = members
-        return through
+        gateway: IntArray = members[(np.arange(len(self.node)) - self.node) % len(members)]
+        gateway[members] = members
+        return gateway
 
     def among(self, replica: IntArray, node: int) -> npt.NDArray[np.bool_]:
         """Whether a rank of `node` belongs to each of these replicas."""
@@ -76,23 +77,23 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Parcels:
-    """All kept completions of a step, over all its updates, as columns [n] in the order in which buffers have them. The
-    same on every rank."""
+    """All kept completions of a step, of all its updates, as columns [n] in the order of the buffers. The same on every
+    rank."""
 
     update: IntArray
     place: IntArray
     """Position in the update's `rows`."""
     row: IntArray
     holder: IntArray
-    """The rank that has it."""
+    """The rank that has its tokens."""
     replica: IntArray
     """The data-parallel replica that trains on it."""
     length: IntArray
     """Completion tokens."""
     words: IntArray
-    """Of 4 bytes: `columns`, and the experts of prompt and completion where they are replayed."""
+    """Size in units of 4 bytes: `columns` per token, and the experts of prompt and completion if they are replayed."""
     columns: int = field(default=2, kw_only=True)
-    """For each completion token: its id, its log-probability, and what `objective.token_values` gives of it."""
+    """Values per completion token: id, log-probability, and those from `objective.token_values`."""
 
     @staticmethod
     def of(
@@ -112,8 +113,8 @@ class _Parcels:
             update = np.full(len(places), index)
             group, words = plan.rows // group_size, width * plan.lengths
             if choices is not None:
-                read = prompt_tokens[group] + plan.lengths - 1
-                words += -(-read * choices.bytes_per_token // 4)
+                routed = prompt_tokens[group] + plan.lengths - 1  # the last token is not an input of the model
+                words += -(-routed * choices.bytes_per_token // 4)
             columns.append((update, places, plan.rows, holders[group], replica, plan.lengths, words))
         empty = (np.empty(0, np.int64),) * 7
         update, place, row, holder, *rest = (np.concatenate(column) for column in zip(empty, *columns, strict=True))
@@ -134,20 +135,20 @@ def exchange(
     """The updates of a step with the samples of this rank's replica. Collective.
 
     Args:
-        choices: the completions carry experts of this form; None: they carry none.
-        groups: position in the step -> group, those that this rank holds.
+        groups: position in the step -> group, for the groups that this rank holds.
         holders: [K] the rank that holds each group.
-        tokens: what the tokens of each completion count, asked by its holder; None: as the completion does.
+        choices: form of the completions' replayed experts; None: they have none.
+        tokens: computes values per token, on the completion's holder; None: every token has the completion's values.
 
     Raises:
-        RunAborted: `tokens` has answered a rank what cannot be trained on.
+        RunAborted: `tokens` returned invalid values on some rank.
     """
     prompt_tokens = np.array([len(item.prompt.token_ids) for item in selected], np.int64)
     width = 2 + (len(tokens.given) if tokens is not None else 0)
     parcels = _Parcels.of(plans, holders, group_size, prompt_tokens, choices, width)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[replicas.rank])
 
-    def own(index: int) -> list[Column]:
+    def columns_of(index: int) -> list[Column]:
         """The columns of a parcel that this rank holds."""
         group, place = divmod(int(parcels.row[index]), group_size)
         completion = groups[group].completions[place]
@@ -157,14 +158,14 @@ def exchange(
             columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]])).values()
         return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
-    here, wrong = dict[int, list[Column]](), list[str]()
+    here, errors = dict[int, list[Column]](), list[str]()
     try:
-        here |= {index: own(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
+        here |= {index: columns_of(index) for index in np.flatnonzero(parcels.holder == replicas.rank).tolist()}
     except UserError as error:
-        wrong.append(str(error))
-    if tokens is not None and (said := gather_all(wrong)):  # by all ranks, so that what is done can be saved
-        raise on_every_rank(RunAborted(f"step {tokens.step}: {said[0]}"))
-    _by_nodes(parcels, here, replicas)
+        errors.append(str(error))
+    if tokens is not None and (all_errors := gather_all(errors)):  # all ranks raise, so that they can save together
+        raise on_every_rank(RunAborted(f"step {tokens.step}: {all_errors[0]}"))
+    _deliver(parcels, here, replicas)
     samples: list[dict[int, TrainSample]] = [{} for _ in plans]
     for index in mine.tolist():
         ids, logprobs, *more = here[index]
@@ -176,11 +177,11 @@ def exchange(
         if choices is not None:
             sample = replace(sample, experts=_experts_of_words(more[-1], sample.num_tokens, choices))
         samples[update][place] = sample
-    return [Update(plan, held) for plan, held in zip(plans, samples, strict=True)]
+    return [Update(plan, own) for plan, own in zip(plans, samples, strict=True)]
 
 
 def _experts_as_words(completion: Completion, choices: ExpertChoices) -> Column:
-    assert completion.experts is not None, "the engine gives them with every completion of a step"
+    assert completion.experts is not None, "the engine returns them with every training completion"
     flat = np.ascontiguousarray(completion.experts, choices.dtype).view(np.uint8).reshape(-1)
     return np.pad(flat, (0, -len(flat) % 4)).view(np.float32)
 
@@ -190,27 +191,27 @@ def _experts_of_words(words: Column, tokens: int, choices: ExpertChoices) -> Exp
     return own.reshape(tokens, choices.layers, choices.per_token)
 
 
-def _by_nodes(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replicas) -> None:
-    """Bring to `here`, the columns of the parcels that a rank holds, those that it trains on. Both ends see who is sent
-    what from the plan, and the messages of a pair of ranks follow each other."""
+def _deliver(parcels: _Parcels, here: dict[int, list[Column]], replicas: Replicas) -> None:
+    """Add to `here`, the columns of the parcels that a rank holds, those of the parcels that it trains on. Both ends
+    compute from the plan who sends what; messages between two ranks arrive in order."""
     me, node = replicas.rank, int(replicas.node[replicas.rank])
     held, gateway = np.flatnonzero(parcels.holder == me), replicas.gateways(node)
-    there = {
+    to_gateways = {
         int(replicas.gateways(other)[me]): held[replicas.among(parcels.replica[held], other)]
         for other in np.unique(replicas.node).tolist()
         if other != node
     }
-    passing = np.flatnonzero(replicas.among(parcels.replica, node) & (gateway[parcels.holder] == me))
-    fetched = passing[parcels.holder[passing] != me]
-    from_there = {
+    through_me = np.flatnonzero(replicas.among(parcels.replica, node) & (gateway[parcels.holder] == me))
+    fetched = through_me[parcels.holder[through_me] != me]
+    from_holders = {
         rank: fetched[parcels.holder[fetched] == rank] for rank in np.unique(parcels.holder[fetched]).tolist()
     }
-    _send(parcels, there, from_there, here)
+    _send(parcels, to_gateways, from_holders, here)
     mine = np.flatnonzero(parcels.replica == replicas.of_rank[me])
-    beside = [rank for rank in np.flatnonzero(replicas.node == node).tolist() if rank != me]
-    onward = {rank: passing[parcels.replica[passing] == replicas.of_rank[rank]] for rank in beside}
-    from_beside = {rank: mine[gateway[parcels.holder[mine]] == rank] for rank in beside}
-    _send(parcels, onward, from_beside, here)
+    neighbours = [rank for rank in np.flatnonzero(replicas.node == node).tolist() if rank != me]
+    to_neighbours = {rank: through_me[parcels.replica[through_me] == replicas.of_rank[rank]] for rank in neighbours}
+    from_neighbours = {rank: mine[gateway[parcels.holder[mine]] == rank] for rank in neighbours}
+    _send(parcels, to_neighbours, from_neighbours, here)
 
 
 def _send(
@@ -219,10 +220,10 @@ def _send(
     source: Mapping[int, IntArray],
     here: dict[int, list[Column]],
 ) -> None:
-    """Send parcels from `here` and receive others into it, one message for each rank that has any tokens to send."""
+    """Send parcels from `here` and receive others into it: one message per pair of ranks, none without tokens."""
     works: list[dist.Work | None] = []
     arriving: list[tuple[IntArray, torch.Tensor]] = []
-    buffers: dict[bytes, torch.Tensor] = {}  # the ranks of a replica are sent the same
+    buffers: dict[bytes, torch.Tensor] = {}  # one per set of parcels: all ranks of a replica receive the same
     for peer in sorted({*to, *source}):
         indices = to.get(peer, np.empty(0, np.int64))
         if parcels.words[indices].any():

@@ -1,9 +1,9 @@
-"""Whether the layers that a provider describes compute what transformers' do, found out before they are used.
+"""Checks before training that the layers described by a model provider compute the same as transformers' layers.
 
-The rows of `weights/mapping.py` are compared with transformers in this project's tests. What `model.provider` brings is
-not, so it is compared here, on the machine that will do it: a model of random weights, as deep as to the first layer of
-each kind, in its true width, float32 and on the CPU, goes the way of a checkpoint (files, reader, Megatron, weight
-stream) in a process of its own, since groups of one process cannot be made within a job's.
+This project's tests compare the rows of `weights/mapping.py` with transformers. A user's `model.provider` is not
+tested, so it is compared here, on the machine that uses it: a model with random weights, with layers up to the first of
+each kind, in full width, in float32 on the CPU, takes the path of a checkpoint (files, reader, Megatron, weight
+stream). This runs in a process of its own, since process groups of one rank cannot be created within a job's.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from dppo_megatron.weights.mapping import kinds
 from dppo_megatron.weights.provider import model_architecture
 
 _VOCABULARY = 256
-"""Of the compared model: embeddings are as in every family, and a real one's are larger than the layers."""
+"""Of the compared model. Embeddings work alike in every family, and full ones are larger than the layers."""
 
 
 def compare(model: ModelConfig, embedded: bool = False) -> dict[str, float]:
-    """Build both models in this process, which must have no process group; returns how many `layers` of how many (`of`)
-    were compared, and the largest `difference`.
+    """Build and compare both models in this process, which must not have a process group yet. Returns how many `layers`
+    of how many (`of`) were compared, and the largest `difference` between log-probabilities.
 
     Args:
-        embedded: also between the embedded engine and transformers.
+        embedded: compare the embedded engine with transformers too.
 
     Raises:
-        UserError: names, shapes or bytes that are not those of transformers' model.
+        UserError: names, shapes or bytes differ from those of transformers' model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,7 +53,7 @@ def compare(model: ModelConfig, embedded: bool = False) -> dict[str, float]:
         whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     depth = _depth(whole, architecture)
     kinds_of = [list(_parts(layer)) for layer in _layers(whole, architecture)[:depth]]
-    how: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}  # its kernels want even sizes
+    how: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}  # others need even sizes
     theirs = AutoModelForCausalLM.from_config(_shallow(config, depth), trust_remote_code=False, **how).eval()
     if [list(_parts(layer)) for layer in _layers(theirs, architecture)] != kinds_of:
         raise UserError(
@@ -69,15 +69,15 @@ def compare(model: ModelConfig, embedded: bool = False) -> dict[str, float]:
         del theirs
         try:
             reader = CheckpointReader(directory, ours)
-        except UserError as error:  # it names a directory that nobody knows
-            said = f"model.provider = {model.provider}: by its names, transformers' model"
-            raise UserError(str(error).replace(f"checkpoint '{directory}'", said)) from None
-        found = [_actor_logprobs(ours, reader, samples)]
+        except UserError as error:  # its text names the temporary directory, which means nothing to a user
+            what = f"model.provider = {model.provider}: by its names, transformers' model"
+            raise UserError(str(error).replace(f"checkpoint '{directory}'", what)) from None
+        results = [_actor_logprobs(ours, reader, samples)]
         if embedded:
-            found.append(list(_engine_logprobs(ours, reader, samples)))
-    pairs = (pair for all_ in found for pair in zip(all_, expected, strict=True))
-    worst = max(float(np.abs(one - other[-len(one) :]).max()) for one, other in pairs)
-    return {"layers": depth, "of": architecture.num_layers, "difference": worst}
+            results.append(list(_engine_logprobs(ours, reader, samples)))
+    pairs = (pair for logprobs in results for pair in zip(logprobs, expected, strict=True))
+    largest = max(float(np.abs(one - other[-len(one) :]).max()) for one, other in pairs)
+    return {"layers": depth, "of": architecture.num_layers, "difference": largest}
 
 
 def _layers(model: nn.Module, architecture: Architecture) -> list[nn.Module]:
@@ -90,7 +90,7 @@ def _layers(model: nn.Module, architecture: Architecture) -> list[nn.Module]:
 
 
 def _depth(model: nn.Module, architecture: Architecture) -> int:
-    """How many layers from the first on hold one of every kind that transformers builds."""
+    """The number of first layers that include one of every kind in transformers' model."""
     layers = _layers(model, architecture)
     if len(layers) != architecture.num_layers:
         raise UserError(f"model.provider: transformers builds {len(layers)} layers, not {architecture.num_layers}")
@@ -104,13 +104,13 @@ def _depth(model: nn.Module, architecture: Architecture) -> int:
 
 
 def _parts(layer: nn.Module) -> Iterator[str]:
-    """What sets a layer apart: modules, shapes, and settings other than its number."""
+    """What determines a layer's kind: its modules, shapes, and settings other than its number."""
     for name, module in layer.named_modules():
         settings = {
             key: value
             for key, value in sorted(vars(module).items())
             if isinstance(value, bool | int | float | str | None)
-            and not key.startswith("_")  # torch's and transformers' own notes
+            and not key.startswith("_")  # torch's and transformers' internal state
             and key not in ("layer_idx", "layer_number", "training")
         }
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
@@ -123,14 +123,14 @@ def _shallow(config: Any, depth: int) -> Any:
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(shallow, key, value[:depth])
     shallow.num_hidden_layers, shallow.vocab_size = depth, _VOCABULARY
-    shallow.pad_token_id = 0  # else perhaps beyond the vocabulary
+    shallow.pad_token_id = 0  # the model's own may be beyond the small vocabulary
     return shallow
 
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Weights with which every part matters: norms and biases unlike each other, embeddings so small that a norm's
-    epsilon shows, matrices that keep a vector's size."""
+    """Random weights with which every part affects the result: norms and biases that differ, embeddings so small that a
+    norm's epsilon matters, matrices that preserve a vector's size."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("inv_freq", "position_ids")):
@@ -144,17 +144,17 @@ def _randomize(model: nn.Module) -> None:
 
 def _samples() -> list[TrainSample]:
     rng = np.random.default_rng(0)
-    made = []
+    samples = []
     for index, length in enumerate((7, 41, 24)):
         ids = rng.integers(0, _VOCABULARY, length)
-        nothing = np.zeros(length - 1, np.float32)
-        made.append(TrainSample(f"{index}:0", ids, 1, nothing, 1.0, 1.0, 1.0))
-    return made
+        unused = np.zeros(length - 1, np.float32)
+        samples.append(TrainSample(f"{index}:0", ids, 1, unused, 1.0, 1.0, 1.0))
+    return samples
 
 
 @torch.no_grad()
 def _logprobs(model: nn.Module, samples: list[TrainSample]) -> Iterator[Any]:
-    """transformers', a sequence at a time."""
+    """Those of transformers' model, one sequence at a time."""
     for sample in samples:
         ids = torch.from_numpy(sample.token_ids)
         logits: Tensor = model(ids[None]).logits[0, :-1].double()
@@ -162,7 +162,7 @@ def _logprobs(model: nn.Module, samples: list[TrainSample]) -> Iterator[Any]:
 
 
 def _actor_logprobs(architecture: Architecture, reader: CheckpointReader, samples: list[TrainSample]) -> list[Any]:
-    """The actor's, all sequences in one pack; its weight stream must give the bytes of the files back."""
+    """Those of the actor, with all sequences in one pack. Raises UserError if its weight stream changes the weights."""
     from dppo_megatron.actor.actor import Actor
     from dppo_megatron.actor.layout import build_layout, start_process_group
     from dppo_megatron.packing.alignment import packing_layout
@@ -172,18 +172,18 @@ def _actor_logprobs(architecture: Architecture, reader: CheckpointReader, sample
     config = ActorConfig(layout=LayoutConfig(), recompute="none")
     actor = Actor(config, build_layout(config.layout, seed=0), architecture, reader.get, dtype=torch.float32)
     plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=256)
-    found = actor.logprobs(samples, plan)
-    assert found is not None
+    logprobs = actor.logprobs(samples, plan)
+    assert logprobs is not None
     streamed = dict(actor.weights())
     if differ := [name for name in reader.names if not torch.equal(streamed[name], reader.get(name))]:
-        raise UserError(f"model.provider: {differ[0]} does not come back as it was read")
-    return found
+        raise UserError(f"model.provider: {differ[0]} is not the same after Megatron's weight stream")
+    return logprobs
 
 
 @torch.inference_mode()
 def _engine_logprobs(architecture: Architecture, reader: CheckpointReader, samples: list[TrainSample]) -> Iterator[Any]:
-    """The embedded engine's behind the first half of each sequence, which it reads at once; the rest a token at a
-    time."""
+    """Those of the embedded engine, for the second half of each sequence: it reads the first half at once and the
+    second token by token."""
     from dppo_megatron.rollout.decoder import Decoder
 
     decoder = Decoder(architecture, dtype=torch.float32, device=torch.device("cpu"))
@@ -198,21 +198,21 @@ def _engine_logprobs(architecture: Architecture, reader: CheckpointReader, sampl
 
 
 def main() -> None:
-    """In the child: what was found, or the error, as JSON on stdout, where nobody else writes."""
+    """In the child: writes the result or the error as JSON to stdout. Other output to stdout goes to stderr."""
     from transformers.utils.logging import disable_progress_bar
 
     die_with_parent(parent=int(sys.argv[2]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the directory of weights goes too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the directory of weights is removed
     forget_launcher()
     disable_progress_bar()
     answer = os.dup(1)
     os.dup2(2, 1)
     try:
         model, embedded = json.loads(sys.argv[1])
-        found = json.dumps(compare(ModelConfig(**model), embedded))
+        result = json.dumps(compare(ModelConfig(**model), embedded))
     except UserError as error:
-        found = json.dumps({"error": str(error)})
-    os.write(answer, found.encode())
+        result = json.dumps({"error": str(error)})
+    os.write(answer, result.encode())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """The phases of a training step, one method each; `train.py` calls them in order.
 
-The only file that knows engine, graders, selection, packing and actor, and connects them. A phase takes the
-step (`step.py`), does one thing and moves `reached` on. Rank 0 selects, prunes and plans on scalars and broadcasts the
-result. Ranks share generating and grading. Updating and syncing are collective.
+The only file that knows engine, graders, selection, packing and actor; it connects them. A phase takes the step
+(`step.py`), does one thing and advances `reached`. Rank 0 selects, prunes and plans on scalars and broadcasts the
+result. All ranks share generating and grading. Updating and syncing are collective.
 
     rank 0   begin ------------------------ decide, plan ---.
       |        | prompts                 ^ scalars          | rows, weights, micro-batches
     all      generate, grade a share ----'                  '--> exchange tokens -> log-probs -> update -> sync
 
-Beside the present step the loop holds the next `rollout.async_steps`, whose generation has begun behind its own.
+Besides the current step, the loop holds the next `rollout.async_steps` steps, whose prompts are already generating.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Loop:
     """Engine, graders, selection and actor of one job.
 
     Args:
-        phases: shows which phase a step is in, on rank 0.
-        recorder: records steps; None: none.
+        phases: shows the current phase of a step, on rank 0.
+        recorder: records the timelines of steps; None: records none.
     """
 
     def __init__(self, job: Job, phases: ShowPhases | None = None, recorder: StepRecorder | None = None) -> None:
@@ -73,14 +73,14 @@ class Loop:
         dtype = getattr(torch, config.model.dtype)
         layout = build_layout(config.actor.layout, config.seed)
         connect_groups(config.actor, job.architecture, config.guard.rendezvous_timeout_s)
-        # first: reports a bad server at once
+        # before the actor, which takes long to build, so that a bad server is reported at once
         self._engine = make_engine(job, dtype, layout.device)
         with ExitStack() as undo:
-            undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
-            self._engine.rest()  # gives the actor the device
+            undo.callback(self._engine.close)  # if the model cannot be built, no servers stay behind
+            self._engine.rest()  # frees device memory for the actor
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
-                read = set[str]()  # some are read twice: tied embeddings, and heads that several shards share
+                read = set[str]()  # some are read twice: tied embeddings, and heads that several shards have
 
                 def get(name: str) -> torch.Tensor:
                     tensor = job.checkpoint.get(name)
@@ -93,7 +93,7 @@ class Loop:
         self.objective = make_objective(config.objective, job.policy_loss)
         self._replicas = Replicas.agree(layout.data_parallel_rank)
         self._replayed = job.architecture.expert_choices if config.actor.routing_replay == "engine" else None
-        """What completions carry of the engine's routers."""
+        """Form of the routed experts that completions bring from the engine; None: they bring none."""
         self._records_routes = config.actor.routing_replay == "actor"
         self._evaluator = Evaluator(job)
         self._cross_check = CrossCheck(config.reward)
@@ -102,45 +102,46 @@ class Loop:
         self._width = selection_settings(config).widest_group
         self._canary = make_canary(job)
         self._receipts: dict[str, float] = {}
-        """Figures from the weight syncs since the last finished step."""
+        """Metrics of the canary since the last finished step."""
         self.current: Step | None = None
         """The step in progress, until it is finished."""
         self._ahead: deque[Step] = deque()
+        """Steps after `current` whose rollouts have begun."""
         self.last_complete_step: int | None = 0
-        """The step whose weights the actor has; None while a step is updating: they are then between two steps."""
+        """The step whose weights the actor has; None during a step's updates, when they are between two steps."""
         self.skipped_in_a_row = 0
-        """Consecutive updates up to now that were skipped because loss or gradient was not finite."""
+        """How many of the latest updates in a row were skipped because loss or gradient was not finite."""
         self.skipped_samples = ""
         """Ids of the samples in the last skipped update."""
 
     # ---------------------------------------------------------------------------------------- before the first step
 
     def sft(self) -> None:
-        """The supervised phase, through the same actor; nothing if `sft.steps` is 0. RunAborted: it diverges."""
+        """The supervised phase, with the same actor; none if `sft.steps` is 0. Raises RunAborted if it diverges."""
         config = self.job.config
-        warm, examples = config.sft, self.job.sft_examples
-        if not warm.steps:
+        sft, examples = config.sft, self.job.sft_examples
+        if not sft.steps:
             return
-        optimizer = sft_optimizer(config.actor.optimizer, warm.learning_rate, warm.lr_warmup_steps)
-        self.actor.start_phase(optimizer, warm.steps)
-        order, position = whole_epochs(len(examples), config.seed, warm.examples_per_step), 0
-        with progress("SFT", warm.steps, "steps") as advance:
-            for done in range(1, warm.steps + 1):
-                chosen, position = order.take(position, warm.examples_per_step)
+        optimizer = sft_optimizer(config.actor.optimizer, sft.learning_rate, sft.lr_warmup_steps)
+        self.actor.start_phase(optimizer, sft.steps)
+        order, position = whole_epochs(len(examples), config.seed, sft.examples_per_step), 0
+        with progress("SFT", sft.steps, "steps") as advance:
+            for done in range(1, sft.steps + 1):
+                chosen, position = order.take(position, sft.examples_per_step)
                 num_tokens = float(sum(examples[i].num_completion_tokens for i in chosen))
                 batch = [replace(examples[i], denominator=num_tokens) for i in chosen]
                 if self.actor.update(batch, self.pack(batch), supervised()).is_skipped:
                     raise on_every_rank(
                         RunAborted(
                             f"SFT, step {done}: loss or gradient is not finite; lower sft.learning_rate ="
-                            f" {warm.learning_rate:g}, or mend the examples"
+                            f" {sft.learning_rate:g}, or correct the examples"
                         )
                     )
                 advance(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: fresh optimizer and schedule, without SFT's examples; with a KL term, keep its reference
-        policy."""
+        """Begin the RL phase: drop SFT's examples, start a new optimizer and schedule, and with a KL term keep the
+        reference policy."""
         config = self.job.config
         self.job.sft_examples.clear()
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
@@ -152,20 +153,20 @@ class Loop:
     def load_engine(self) -> None:
         """Give the engine the actor's weights. Raises RunAborted if they do not arrive."""
         if self._offload != "none":
-            self.actor.offload()  # before servers wake
+            self.actor.offload()  # frees memory before the servers wake
         bucket_bytes = self.job.config.rollout.sync.bucket_mb << 20
         weights = partial(self.actor.weights, self._engine.receivers, bucket_bytes)
         has_new = self._engine.load_weights(weights, self._release_weights)
         if self._canary and (has_new or self._canary.is_overdue):
             self._canary.ask(self._engine, self.job.train_prompts[0])
-            if self._offload != "all":  # else in `to_training`, when there is room for the weights again
+            if self._offload != "all":  # otherwise in `to_training`, when the weights are on the device again
                 self._judge_canary()
                 if self._offload == "optimizer":
-                    self.actor.offload()  # the 8-bit copies that its pass has made would stay beside the servers
+                    self.actor.offload()  # again, for the 8-bit copies that the canary's forward pass has made
 
     def final_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
-        RunAborted if servers turn out to have had others."""
+        """All weights on rank 0, under their Hugging Face names; the engine cannot generate after this. Collective.
+        Raises RunAborted if the canary shows that servers had other weights."""
         if self._offload == "all":
             self._engine.rest()
         self._judge_canary()
@@ -175,8 +176,8 @@ class Loop:
 
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
-        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block,
-        `time/step_cpu_s` the CPU time of this process in it: where cores are shared, the steadier of the two."""
+        """Step `number`: the one begun ahead, or a new one. `time/step_s` is the time spent in the block, and
+        `time/step_cpu_s` this process's CPU time in it, which varies less if cores are shared."""
         step = self._ahead.popleft() if self._ahead else Step(number)
         assert step.number == number, f"step {step.number} was begun ahead, {number} is asked for"
         self.current = step
@@ -188,23 +189,23 @@ class Loop:
             yield step
 
     def begin_ahead(self, step: Step, last: int) -> None:
-        """With `rollout.async_steps`, have so many steps after `step` generated behind it, up to step `last`: they fill
-        the room that its last answers leave free, and go on while it trains."""
-        most = self.job.config.rollout.async_steps
-        for number in range(step.number + len(self._ahead) + 1, min(step.number + most, last) + 1):
+        """Begin the rollouts of the next `rollout.async_steps` steps, up to step `last`. They fill the servers while
+        the stragglers of `step` finish, and continue while it trains."""
+        ahead_steps = self.job.config.rollout.async_steps
+        for number in range(step.number + len(self._ahead) + 1, min(step.number + ahead_steps, last) + 1):
             if step.reached == "selected" and step.selected:
                 self._start(step, step.selected)
             ahead = Step(number)
             self._ahead.append(ahead)
-            self._select(ahead, step.record.timers)  # the time belongs to the running step
+            self._select(ahead, step.record.timers)  # the time counts for the current step
             if ahead.selected:
                 self._start(ahead, ahead.selected)
 
     def rollout(self, step: Step) -> None:
-        """Generate and grade the step's groups; some methods then ask for more until enough groups have variance."""
+        """Generate and grade the step's groups; some methods then continue until enough groups have variance."""
         more: Sequence[RolloutPrompt] | None = step.selected
         first = 0
-        while more is not None:  # a round whose draw skipped everything is no last one
+        while more is not None:  # an empty round is not the last one: its draw may have skipped all prompts
             if more:
                 self.generate(step, more, first)
             first = len(step.selected)
@@ -216,7 +217,7 @@ class Loop:
             step.reach("rolled_out")
 
     def generate(self, step: Step, selected: Sequence[RolloutPrompt], first: int) -> None:
-        """One round: groups `first`, first + 1, ... of the step. Every rank holds a share of them."""
+        """One round: groups `first`, first + 1, ... of the step. Every rank grades and holds a share of them."""
         timers, sizes = step.record.timers, self._sizes(selected)
         with timers.phase("rollout"):
             if step.reached != "generating":
@@ -228,8 +229,8 @@ class Loop:
             positions = [position for group in mine for position in range(ends[group] - sizes[group], ends[group])]
             flat = [completions[position] for position in positions]
             known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
-            prompts, of_mine = [selected[group] for group in mine], [sizes[group] for group in mine]
-            graded = grade_groups(self.job.grade, prompts, flat, of_mine, known)
+            prompts, my_sizes = [selected[group] for group in mine], [sizes[group] for group in mine]
+            graded = grade_groups(self.job.grade, prompts, flat, my_sizes, known)
             config = self.job.config
             graded = with_early_stop(graded, config.pruning.early_stop, config.rollout.sampling.max_completion_tokens)
             groups = {first + group: one for group, one in zip(mine, graded, strict=True)}
@@ -256,18 +257,16 @@ class Loop:
             step.samples = [RecordedGroup(k, step.groups[k], *row) for k, row in recorded.items() if k in step.groups]
             step.groups.clear()  # frees the pruned completions
             step.reach("exchanged")
-            if tokens is not None and tokens.given != ("advantages",):  # which are the objective, and choose nothing
+            if tokens is not None and tokens.given != ("advantages",):  # advantages alone select no tokens
                 weights = [one.weight for update in step.updates for one in update.samples.values()]
                 mine = sum(map(np.count_nonzero, weights)), sum(map(np.size, weights))
-                one_of_each = gather_all([mine] if self.actor.layout.reports else [])
-                step.record.add_tokens(tokens, *np.sum(one_of_each, axis=0).tolist())
+                per_replica = gather_all([mine] if self.actor.layout.reports else [])
+                step.record.add_tokens(tokens, *np.sum(per_replica, axis=0).tolist())
 
     def to_training(self, step: Step) -> None:
-        """Put the engine to rest, then compute the log-probabilities that the objective compares with.
-
-        Those are the actor's before the step's first update, and the reference's; neither is computed unless the
-        settings need it (docs/objectives.md).
-        """
+        """Put the engine to sleep, then compute the log-probabilities that the objective compares with: the actor's
+        before the step's first update, and the reference policy's, each only if the settings need it
+        (docs/objectives.md)."""
         objective, timers = self.job.config.objective, step.record.timers
         self._engine.rest()
         self._judge_canary()
@@ -276,7 +275,7 @@ class Loop:
             return
         temperature = self.job.config.rollout.sampling.temperature
         old: list[LogprobStore] = []
-        with timers.phase("update"), timers.phase("logprobs"):  # counted in the update's time too
+        with timers.phase("update"), timers.phase("logprobs"):  # the time also counts as the update's
             for update in step.updates if needs_old or self._records_routes else ():
                 own = self.actor.own_logprobs(
                     update.samples, update.plan.pack, temperature=temperature, records=self._records_routes
@@ -285,39 +284,40 @@ class Loop:
                 if needs_old:
                     old.append(own)
                     update.samples = own.as_old(update.samples)
-            # swapped in once a step: each swap copies all weights to the host and back
+            # swapped in once per step, as each swap copies all weights to the host and back
             with self.actor.reference_weights() if needs_reference else nullcontext():
                 for update in step.updates if needs_reference else ():
-                    alone = {place: replace(one, experts=None) for place, one in update.samples.items()}  # own routes
-                    reference = self.actor.own_logprobs(alone, update.plan.pack, temperature=temperature)
+                    # without replayed experts: the reference policy routes tokens itself
+                    unrouted = {place: replace(one, experts=None) for place, one in update.samples.items()}
+                    reference = self.actor.own_logprobs(unrouted, update.plan.pack, temperature=temperature)
                     update.samples = reference.as_reference(update.samples)
         if old:
             self._measure_mismatch(step, list(zip(step.updates, old, strict=True)))
 
     def update(self, step: Step, update: Update) -> None:
-        """One optimizer update on the weighted objective. `train/*` are means over the step's updates so far."""
+        """One optimizer update on the weighted objective."""
         step.reach("updating")
         self.last_complete_step = None
-        first = not step.measured
-        half_norm = self._half_norm(step, update) if first else None
-        # first update only: after it the policy differs from the behaviour on purpose
-        seen = LogprobStore() if first and not needs_old_logprobs(self.job.config.objective) else None
+        is_first = not step.measured
+        half_norm = self._half_norm(step, update) if is_first else None
+        # only in the first update: after it the policy differs from the one that sampled, as intended
+        own = LogprobStore() if is_first and not needs_old_logprobs(self.job.config.objective) else None
         with step.record.timers.phase("update"):
             measured = self.actor.update(
                 update.samples,
                 update.plan.pack,
                 self.objective,
                 temperature=self.job.config.rollout.sampling.temperature,
-                logprobs_out=seen,
+                logprobs_out=own,
                 routes=update.routes,
             )
         update.routes = None
         metrics = step.record.metrics
-        if seen is not None:
-            self._measure_mismatch(step, [(update, seen)])
+        if own is not None:
+            self._measure_mismatch(step, [(update, own)])
         if measured.is_skipped:
             self.skipped_in_a_row += 1
-            self.skipped_samples = _name_the_broken(update.samples.values())
+            self.skipped_samples = _non_finite_samples(update.samples.values())
         else:
             self.skipped_in_a_row = 0
         if half_norm is not None:
@@ -328,7 +328,6 @@ class Loop:
         step.reach("updated")
 
     def sync(self, step: Step) -> None:
-        """Give the engine the actor's weights."""
         with step.record.timers.phase("sync"):
             self.load_engine()
         step.reach("synced")
@@ -341,12 +340,12 @@ class Loop:
         rollout, device = self.job.config.rollout, self.actor.layout.device
         record.metrics |= performance(record.counts, record.metrics, rollout, device)
         self._receipts = {}
-        said = from_rank_zero(lambda: self._coordinator.learn(step))
-        step.reached = "finished"  # also from `updated`, when a failed sync ends the run
+        lines = from_rank_zero(lambda: self._coordinator.learn(step))
+        step.reached = "finished"  # not by `reach`: if a failed sync ends the run, the step is only `updated`
         self.current, self.last_complete_step = None, step.number
-        return said
+        return lines
 
-    # ---------------------------------------------------------------------------------------- beside the steps
+    # ---------------------------------------------------------------------------------------- outside of the steps
 
     def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every evaluation set, or of those in `names`."""
@@ -363,10 +362,8 @@ class Loop:
         self.job.grade.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the step after `last_complete_step` depends on besides the actor; nothing of an unfinished step.
-
-        Save rank 0's: only rank 0 selects.
-        """
+        """The state, besides the actor's, on which the step after `last_complete_step` depends; unfinished steps are
+        left out. Save rank 0's: only rank 0 selects."""
         return self._coordinator.state_dict() | {"skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -375,10 +372,10 @@ class Loop:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.last_complete_step = step
 
-    # ---------------------------------------------------------------------------------------- inside
+    # ---------------------------------------------------------------------------------------- helpers
 
     def _release_weights(self) -> None:
-        """The engine has copies of the actor's weights."""
+        """Called when the engine has copies of the actor's weights."""
         if self._offload == "all":
             self.actor.offload(weights=True)
 
@@ -387,7 +384,7 @@ class Loop:
             self._receipts |= self._canary.judge(self._score)
 
     def _select(self, step: Step, timers: Timers) -> None:
-        """Choose the prompts of a new step. Only rank 0 has the selector's state."""
+        """Choose the prompts of a new step, on rank 0."""
         with timers.phase("select"):
             step.selected = self._selected(from_rank_zero(lambda: self._coordinator.begin(step.number)))
         step.reach("selected")
@@ -402,12 +399,12 @@ class Loop:
         step.reach("generating")
 
     def _half_norm(self, step: Step, update: Update) -> float | None:
-        """Gradient norm of a random half of an update's prompts, each with twice its weight; None if it is not due."""
+        """Gradient norm of a random half of an update's prompts, with doubled weights; None in steps without probe."""
         config = self.job.config
         if not is_probed(config, step.number):
             return None
         half = half_of(update.plan.rows // self._width, config.seed, step.number)
-        # the whole plan with weights of 0, and not a plan of half of it, which other ranks would hold the samples of
+        # the same plan with weights of 0 for the rest: a plan of one half would put samples on ranks without them
         samples = {at: replace(one, weight=one.weight * (2.0 * half[at])) for at, one in update.samples.items()}
         temperature = config.rollout.sampling.temperature
         with step.record.timers.phase("probe"):
@@ -418,21 +415,21 @@ class Loop:
         for update, store in scored:
             add_actor_logprobs(step.samples, update.plan.rows, self._width, store.values)
         mine, correction = Mismatch(), self.job.config.objective.correction
-        if self.actor.layout.reports:  # one rank of each replica: others of its last stage have the same values
+        if self.actor.layout.reports:  # one rank per replica, as all ranks of its last pipeline stage have the values
             for update, store in scored:
                 for place, values in store.values.items():
                     sample = update.samples[place]
                     weight, gradient = float(np.mean(sample.weight)), sample.advantage / sample.denominator
                     mine.add(values, sample.behaviour_logprobs, sample.figure_weight, weight, correction, gradient)
-        found = Mismatch.join(gather_all([mine]))
-        step.record.metrics |= step.named(found.metrics()) | {"kept/product_ess": found.product_ess}
-        step.record.ledger = off_policy_sized(step.record.ledger, found.bias)
-        alarm = self.job.config.rollout.limits.logprob_diff_warning
-        if self._engine.has_servers and found.logprob_abs_diff > alarm:
-            log(f"warning: mean |log-probability difference| to the engine {found.logprob_abs_diff:.3g} > {alarm:g}")
+        total = Mismatch.join(gather_all([mine]))
+        step.record.metrics |= step.named(total.metrics()) | {"kept/product_ess": total.product_ess}
+        step.record.ledger = off_policy_sized(step.record.ledger, total.bias)
+        limit = self.job.config.rollout.limits.logprob_diff_warning
+        if self._engine.has_servers and total.logprob_abs_diff > limit:
+            log(f"warning: mean |log-probability difference| to the engine {total.logprob_abs_diff:.3g} > {limit:g}")
 
     def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """Log-probabilities of `completions` under the actor's present weights, on every rank. Collective."""
+        """Log-probabilities of `completions` under the actor's current weights, on every rank. Collective."""
         samples = [_unweighted_sample(prompt, completion) for completion in completions]
         temperature = self.job.config.rollout.sampling.temperature
         own = self.actor.logprobs(samples, self.pack(samples), temperature=temperature)
@@ -451,7 +448,7 @@ class Loop:
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
-    """A completion to be scored, not trained on."""
+    """A completion that is only scored, not trained on."""
     return TrainSample(
         id=f"{prompt.index}:canary",
         token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), completion.token_ids]),
@@ -464,24 +461,22 @@ def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
     )
 
 
-def _name_the_broken(samples: Collection[TrainSample]) -> str:
-    """Ids of the samples whose inputs are not finite; if all are, the model or the loss is at fault: ids of all.
-
-    Collective: each rank has a part of the samples.
-    """
+def _non_finite_samples(samples: Collection[TrainSample]) -> str:
+    """Ids of the samples with inputs that are not finite. If there are none, the model or the loss is at fault, and all
+    ids are returned. Collective: each rank has a part of the samples."""
 
     def is_finite(sample: TrainSample) -> bool:
         return bool(np.isfinite(np.hstack([sample.advantage, sample.weight, sample.behaviour_logprobs])).all())
 
     broken = [sample.id for sample in samples if not is_finite(sample)]
-    mine = [(0, name) for name in broken] or [(1, s.id) for s in samples]
-    everywhere = sorted(set(gather_all(mine)))
-    ids = [name for rank, name in everywhere if rank == everywhere[0][0]]
+    mine = [("broken", name) for name in broken] or [("other", s.id) for s in samples]
+    of_all_ranks = sorted(set(gather_all(mine)))  # broken ones first, if any rank has some
+    ids = [name for kind, name in of_all_ranks if kind == of_all_ranks[0][0]]
     return f"{', '.join(ids[:8])}{f' and {len(ids) - 8} more' if len(ids) > 8 else ''}"
 
 
 def is_probed(config: Config, step: int) -> bool:
-    """Whether the gradient's noise is measured in `step`. Never with `actor.fp8 = delayed`: its scales follow the
-    largest values of the last 1,024 backward passes, and a probe's, up to twice the true ones, would be among them."""
+    """Whether the gradient's noise is measured in `step`. Never with `actor.fp8 = delayed`, whose scales follow the
+    largest values of the last 1,024 backward passes: those of a probe, up to twice the true ones, would enter them."""
     every = config.observe.noise_scale_every_steps
     return every > 0 and step % every == 0 and config.actor.fp8 != "delayed"

@@ -1,6 +1,6 @@
-"""What a step made of its devices, as `perf/*`: completion tokens a second of each, and how full their memory was.
+"""How a step used its devices, as `perf/*`: completion tokens per second and device, and peak memory.
 
-No share of the peak FLOPs: what a model's tokens take and a chip can do is known to `dppo-megatron plan`, not to a run.
+No share of the peak FLOPs: `dppo-megatron plan` knows a model's FLOPs per token and a chip's peak; a run does not.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dppo_megatron.types import StepCounts, mean_of_sums
 def performance(
     counts: StepCounts | None, metrics: Mapping[str, float], rollout: RolloutConfig, device: torch.device
 ) -> dict[str, float]:
-    """Of a finished step, on rank 0, which has its `counts`; a GPU is a rank of the trainer, whoever generates.
-    Memory is the most that one rank has had since the last call. Collective."""
+    """Metrics of a finished step. Only rank 0 has its `counts` and returns throughputs. The divisor is the trainer's
+    ranks, also if servers on other GPUs generate. Memory is the maximum over ranks since the last call. Collective."""
     found: dict[str, float] = {}
     if counts is not None:
-        beside = rollout.async_steps > 0 and not rollout.servers.colocate  # its seconds are the wait for what is left
-        generating = metrics["time/step_s"] if beside else metrics.get("time/rollout_s", 0.0)
+        # servers on GPUs of their own generate during the whole step; time/rollout_s is then only the wait for the rest
+        overlaps = rollout.async_steps > 0 and not rollout.servers.colocate
+        generating = metrics["time/step_s"] if overlaps else metrics.get("time/rollout_s", 0.0)
         for name, tokens, seconds in (
             ("generated", counts.tokens_generated, generating),
             ("trained", counts.tokens_trained, metrics.get("time/update_s", 0.0)),

@@ -1,6 +1,6 @@
-"""What a sequence costs to train on under a model's architecture, and what a round of generation costs by its tokens.
+"""The training cost of a sequence for a model's architecture, and the cost of a generation round by its tokens.
 
-Apart from `packing/planner.py`, which knows numbers and no models, so that packing imports no model.
+Separate from `packing/planner.py`, which takes only the resulting numbers, so that packing imports no model.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # it imports transformers' classes
 
 
 def cost_model(architecture: Architecture) -> CostModel:
-    """FLOPs of forward and backward of a sequence by its length, which the planner balances. Of a decoder with
+    """FLOPs of forward and backward of a sequence by its length, which the planner balances; for decoders with
     grouped-query or latent attention and gated feed-forward layers.
 
-    A multiply-add counts 2; the backward pass costs twice the forward. Causal attention counts half of the L x L
-    scores, as a kernel that skips the masked blocks does. Recomputation multiplies everything alike and is left out, as
-    are norms, activations and softmax, which are bound by memory. A layer with a window counts all of it for each
-    token, which is too much for sequences that are shorter.
+    A multiply-add counts as 2; the backward pass costs twice the forward. Causal attention counts half of the L x L
+    scores, for a kernel that skips masked blocks. Recomputation is left out, as it multiplies everything by the same
+    factor, and so are norms, activations and softmax, which are memory-bound. A layer with a window counts the whole
+    window for each token, which is too much for sequences shorter than the window.
     """
     hidden_size, experts, latent = architecture.hidden_size, architecture.experts, architecture.latent
     layers, heads = architecture.num_layers, architecture.num_heads * architecture.head_dim
@@ -37,41 +37,40 @@ def cost_model(architecture: Architecture) -> CostModel:
         projections = queries + keys + hidden_size * values
     dense = layers if experts is None else experts.dense_layers
     feed_forward = dense * 3 * hidden_size * architecture.ffn_size
-    if experts is not None:  # a token visits its own, the shared ones and their gate, and the router's rows
+    if experts is not None:  # per token: its experts, the shared ones and their gate, and the router
         visited = experts.ffn_size * experts.per_token + experts.shared_ffn_size
         feed_forward += (layers - dense) * hidden_size * (3 * visited + experts.count + experts.shared_gate)
     multiply_adds = layers * projections + feed_forward + hidden_size * architecture.vocab_size
     multiply_adds += sum(windows) * (heads + values)
-    # Scores and their product with the values: two multiply-adds for each pair, head and dimension, half of them
-    # masked.
+    # scores and their product with the values: two multiply-adds per pair, head and dimension, half of them masked
     return CostModel(linear=6.0 * multiply_adds, quadratic=3.0 * (layers - len(windows)) * (heads + values))
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutCost:
-    """Seconds of one round of generation by its tokens: straight lines between points, the last one continued.
+    """Seconds of one generation round as a piecewise linear function of its tokens, extrapolated from the last segment.
 
-    Proportional to tokens with two points. A latency floor makes the first line steep and the others flat.
+    With two points it is proportional to the tokens. A latency floor makes the first segment steep, the others flat.
     """
 
     tokens: tuple[float, ...]
-    """Rising, from 0."""
+    """Increasing from 0."""
     seconds: tuple[float, ...]
 
     @property
     def average(self) -> float:
-        """Seconds a token at the last point."""
+        """Seconds per token at the last point."""
         return self.seconds[-1] / self.tokens[-1]
 
     def of(self, tokens: float) -> float:
-        """Seconds of a round that generates so many."""
+        """Seconds of a round that generates `tokens`."""
         if tokens <= self.tokens[-1]:
             return float(np.interp(tokens, self.tokens, self.seconds))
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         return self.seconds[-1] + (tokens - self.tokens[-1]) * slope
 
     def saved(self, tokens: float, skipped: float) -> float:
-        """Share of the seconds of a round of so many tokens that is saved if a share `skipped` of them is not made."""
+        """Share of the seconds of a round of `tokens` that is saved if a share `skipped` of them is not generated."""
         whole = self.of(tokens)
         return 1.0 - self.of(tokens * (1.0 - skipped)) / whole if whole else 0.0
 

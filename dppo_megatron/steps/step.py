@@ -1,12 +1,12 @@
-"""One RL step as a value: what it has chosen, generated and measured, and how far it has come.
+"""One RL step as a value: its prompts, completions and measurements, and how far it has progressed.
 
-Progress is recorded here and nowhere else. A phase of `loop.py` takes a step, does one thing and moves `reached` on.
-What may be saved, undone or repeated follows from `reached`, not from counters in several objects:
+Progress is recorded only here. A phase of `loop.py` takes a step, does one thing and advances `reached`. This alone
+determines what may be saved, undone or repeated:
 
     new -> selected -> generating -> rolled_out -> pruned -> exchanged -> updating -> updated -> synced -> finished
-    '------ a save goes back to before the step --------------------'   nothing     '- the step counts, once finished -'
+    '------ a checkpoint resumes before this step ------------------'    none       '- resumes after it once finished -'
 
-While a step is `updating` the weights are between two steps, so nothing can be saved.
+While a step is `updating` the weights are between two steps, so no checkpoint can be written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Reached: TypeAlias = Literal[
 ]
 ORDER: tuple[Reached, ...] = get_args(Reached)
 BACK: dict[Reached, Reached] = {"rolled_out": "generating", "updated": "updating"}
-"""The two loops: a refill generates again, and a step may have several optimizer updates."""
+"""Transitions back: a refill generates again, and a step may have several optimizer updates."""
 
 
 @dataclass
@@ -60,17 +60,17 @@ class StepRecord:
     """The outcomes of its rollouts, on rank 0."""
     timers: Timers = field(default_factory=Timers)
     timing: StepTiming = field(default_factory=lambda: Timers().timing())
-    """Of the finished step; until then of an empty one."""
+    """Empty until the step is finished."""
     counts: StepCounts | None = None
     """On rank 0, once it is pruned."""
 
     def add_tokens(self, tokens: OwnTokens, kept: int, offered: int) -> None:
-        """The ledger's row for a selection of tokens: how many of those of the kept completions have a weight."""
+        """Add the ledger's row for a selection of tokens: `kept` of the `offered` tokens have a nonzero weight."""
         row = LedgerRow(TOKENS, kept / offered if offered else 1.0, "unbiased", f"drawn by {tokens.path}")
         if "weights" in tokens.given:
             row = replace(row, label="biased", note=f"weights of {tokens.path}")
             row = row.sized(None, "what sums with them estimate is not known")
-            self.metrics.pop("prune/bias_estimate", None)  # it is of the other rows alone
+            self.metrics.pop("prune/bias_estimate", None)  # it covers only the other rows
         self.ledger += (row,)
 
     def line(self) -> dict[str, Any]:
@@ -84,8 +84,8 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
 
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 43 bytes a completion, where
-    pickled completions were 24 bytes a *token*.
+    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 43 bytes per completion; pickled
+    completions took 24 bytes per *token*.
     """
 
     position: IntArray
@@ -93,25 +93,25 @@ class RolloutTable:
     holder: IntArray
     """[k] the rank that holds its completions."""
     outcomes: Rollouts
-    """Of the k groups: all of it but `prompt_tokens`."""
+    """All fields except `prompt_tokens`."""
     surprisal: FloatArray
     """[k, G] -log of the probability with which the engine sampled each completion: the sum over its tokens."""
     grades: dict[str, GradeTable]
-    """By the settings of the rewards, see `Prompt.graded_by`."""
+    """By reward settings, see `Prompt.graded_by`."""
 
     @staticmethod
     def of(groups: Mapping[int, Group], width: int, rank: int) -> RolloutTable:
-        """Outcomes of the groups that `rank` holds; `groups` maps position in the step to group of at most `width`."""
+        """Outcomes of the groups that `rank` holds: position in the step -> group of at most `width` completions."""
         held = list(groups.values())
         asked = np.arange(width) < np.array([len(group.completions) for group in held], dtype=np.int64)[:, None]
         completions = [completion for group in held for completion in group.completions]
         grades = [grade for group in held for grade in group.grades or (None,) * len(group.completions)]
 
         def table(values: Iterable[float], elsewhere: float, dtype: type) -> Any:
-            """[k, width] of a value for each completion."""
-            found: np.ndarray[Any, Any] = np.full(asked.shape, elsewhere, dtype=dtype)
-            found[asked] = np.fromiter(values, dtype=dtype)
-            return found
+            """[k, width] with `values` where a completion was requested, in order, and `elsewhere` in other places."""
+            filled: np.ndarray[Any, Any] = np.full(asked.shape, elsewhere, dtype=dtype)
+            filled[asked] = np.fromiter(values, dtype=dtype)
+            return filled
 
         return RolloutTable(
             position=np.array(list(groups), dtype=np.int64),
@@ -155,11 +155,11 @@ class RolloutTable:
         return RolloutTable(**columns(parts, "position", "holder", "surprisal"), outcomes=outcomes, grades=tables)
 
     def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
-        """Figures of all that was rolled out, as Horvitz-Thompson estimates over the prompts that could have been:
-        entropy a token of the distribution that was sampled from, mean length, share truncated; and how many were.
+        """Metrics of the rollout: Horvitz-Thompson estimates over all prompts that could have been drawn (entropy per
+        token of the sampling distribution, mean length, share truncated), and counts.
 
         Args:
-            inclusion_prob: [k] of each group's prompt; where sizes differ, times the size.
+            inclusion_prob: [k] of each group's prompt, times the group's size if sizes differ.
         """
         one = self.outcomes
         assert one.truncated is not None and one.unfinished is not None and one.stands_for is not None
@@ -185,25 +185,25 @@ class RolloutTable:
 
 
 def with_early_stop(groups: Sequence[Group], config: EarlyStopConfig, longest: int) -> list[Group]:
-    """The groups with what their completions count for those that were stopped early.
+    """The groups with `stands_for`: a completion that ended counts for those that were stopped early, which count 0.
 
     Args:
         longest: `rollout.sampling.max_completion_tokens`.
 
     Raises:
-        UserError: the engine, one of the user's own, did not keep to a limit: the weights would not be true.
+        UserError: the engine, one of the user's own, did not keep to a limit, so the weights would be wrong.
     """
     if not config.after_tokens:
         return list(groups)
-    found = []
+    weighted = []
     for group in groups:
         _check_limits(group, longest)
         lengths = np.array([len(one.token_ids) for one in group.completions], dtype=np.int64)
         ended = np.array([one.finish_reason in ("stop", "length") for one in group.completions])
         stopped = np.array([one.finish_reason == "early" for one in group.completions])
-        counts = np.where(ended, 1.0 / end_probability(config, lengths), 1.0)  # of what is missing, nothing is counted
-        found.append(replace(group, stands_for=np.where(stopped, 0.0, counts)))
-    return found
+        counts = np.where(ended, 1.0 / end_probability(config, lengths), 1.0)  # missing ones are not counted anyway
+        weighted.append(replace(group, stands_for=np.where(stopped, 0.0, counts)))
+    return weighted
 
 
 def _check_limits(group: Group, longest: int) -> None:
@@ -211,14 +211,14 @@ def _check_limits(group: Group, longest: int) -> None:
         count, reason = len(one.token_ids), one.finish_reason
         if reason != "abort" and (count > limit or (reason == "length" and count < longest)):
             raise UserError(
-                f"the engine brought a completion of {count} tokens that ended by `{reason}`, for a limit of {limit}:"
-                " with pruning.early_stop it has to end each at its `Request.limit` and call that `early`"
+                f"the engine returned a completion of {count} tokens that ended by `{reason}`, for a limit of {limit}:"
+                " with pruning.early_stop it has to end each at its `Request.limit`, with the reason `early`"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """What rank 0 has decided about one optimizer update, for every rank: scalars of each kept completion.
+    """Rank 0's decisions about one optimizer update, sent to every rank: scalars per kept completion.
 
     Example: with G = 4, `rows` [1, 6] are completion 1 of group 0 and completion 2 of group 1.
     """
@@ -234,11 +234,10 @@ class UpdatePlan:
     pack: PackPlan
     """Its `members` are positions in `rows`."""
     has_support: bool
-    """Figures with these weights are the policy's; else of what was kept. See `TrainSelection`."""
+    """Figures with these weights estimate the policy's; else they describe only kept samples. See `TrainSelection`."""
 
     @staticmethod
     def of(decision: TrainSelection, rows: IntArray, lengths: IntArray, pack: PackPlan) -> UpdatePlan:
-        """To train on the completions `rows` [n] of a step, with their lengths [n]."""
         return UpdatePlan(
             rows=rows,
             lengths=lengths,
@@ -259,13 +258,11 @@ class Update:
     samples: Mapping[int, TrainSample]
     """Position in `plan.rows` -> sample, for the samples of this rank's data-parallel replica."""
     routes: Recorded | None = None
-    """Of the actor's own pass, on this rank, if they are replayed."""
+    """Routed experts of the actor's own forward pass, on this rank, if these are replayed."""
 
 
 @dataclass
 class Step:
-    """One RL step in progress."""
-
     number: int
     """From 1."""
     selected: list[RolloutPrompt] = field(default_factory=list)
@@ -274,21 +271,21 @@ class Step:
     """k -> group, for the groups whose completions this rank holds."""
     updates: list[Update] = field(default_factory=list)
     samples: list[RecordedGroup] = field(default_factory=list)
-    """Those of this rank's groups that are recorded for people to read."""
+    """This rank's groups that are written to samples/."""
     record: StepRecord = field(default_factory=StepRecord)
     measured: list[UpdateResult] = field(default_factory=list)
     reached: Reached = "new"
 
     def reach(self, state: Reached) -> None:
-        """Move to `state`. A phase out of order is a bug in the loop, hence an assertion."""
-        onward = ORDER.index(state) == ORDER.index(self.reached) + 1
+        """Advance to `state`. A phase out of order is a bug in the loop, hence an assertion."""
+        is_next = ORDER.index(state) == ORDER.index(self.reached) + 1
         skips = (self.reached, state) == ("selected", "rolled_out")  # no prompt was selected
-        assert onward or skips or BACK.get(self.reached) == state, f"step {self.number}: {self.reached} -> {state}"
+        assert is_next or skips or BACK.get(self.reached) == state, f"step {self.number}: {self.reached} -> {state}"
         self.reached = state
 
     def update_metrics(self) -> dict[str, float]:
-        """`train/*` of the updates so far: means of loss and norm, how many were skipped, the last learning rate; and
-        diagnostics over all their tokens, as `kept/train/*` where they are not the policy's."""
+        """`train/*` of the updates so far: mean loss and gradient norm, number of skipped updates, last learning rate;
+        and diagnostics over all their tokens, as `kept/train/*` if they describe only the kept samples."""
         own = {
             "train/loss": float(np.mean([one.loss for one in self.measured])),
             "train/grad_norm": float(np.mean([one.grad_norm for one in self.measured])),
@@ -300,23 +297,23 @@ class Step:
         return own | self.named({f"train/{name}": mean_of_sums(total, tokens) for name, total in totals.items()})
 
     def named(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Figures measured on what was kept; under `kept/` where its weights do not make them the policy's."""
+        """Figures measured on the kept samples, under `kept/` if these are not weighted to estimate the policy's."""
         prefix = "" if self.updates[0].plan.has_support else "kept/"
         return {f"{prefix}{name}": value for name, value in figures.items()}
 
     @property
     def is_updated(self) -> bool:
-        """All its updates are in the actor's weights; the sync to the engine or the record may still be missing."""
+        """Whether the actor's weights have all its updates; they may not be synced to the engine or recorded yet."""
         return self.reached in ("updated", "synced") and len(self.measured) == len(self.updates)
 
 
 def sizes_of(rows: IntArray, lengths: IntArray, selected: Sequence[RolloutPrompt], group_size: int) -> list[SampleSize]:
     """The planner's input for the kept completions `rows` [n] with `lengths` [n] completion tokens."""
-    found = []
+    sizes = []
     for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
         prompt = selected[row // group_size].prompt
-        found.append(SampleSize(f"{prompt.index}:{row % group_size}", len(prompt.token_ids) + length - 1))
-    return found
+        sizes.append(SampleSize(f"{prompt.index}:{row % group_size}", len(prompt.token_ids) + length - 1))
+    return sizes
 
 
 def sample_of(

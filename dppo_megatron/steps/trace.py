@@ -1,8 +1,8 @@
-"""What is recorded of a step's rollouts: a line of trace.jsonl; which groups go to samples/, and what became of each.
+"""What is recorded of a step's rollouts: a line of trace.jsonl, and for samples/ the groups and decisions about them.
 
-trace.jsonl has the outcome of every rollout of a run, small enough to keep and enough to replay a selection on. The
-first line describes the run; each later line is a step. `dppo-megatron simulate` reads it. Only what the rows of large
-sets say stands in a file of arrays beside it.
+trace.jsonl has the outcome of every rollout of a run: small enough to keep, and enough to replay a selection, as
+`dppo-megatron simulate` does. The first line describes the run; each later line is a step. The features of large sets
+are in a file of arrays beside it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dppo_megatron.types import BoolArray, IntArray, PromptFeatures
 
 FORMAT = "dppo_megatron trace 1"
 MOST_IN_HEADER = 10_000
-"""Prompts, 130 kB. A million would be a first line of 13 MB, parsed and written anew whenever the trace is full."""
+"""Prompts: 130 kB. A million would make a first line of 13 MB, parsed and rewritten whenever the trace is full."""
 _BYTES_A_TOKEN = 16
 """Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
 
 
 def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeatures, ranks: int = 1) -> dict[str, Any]:
-    """The first line; `set_sizes` are the problems of each training set, `features` what their rows say. `ranks` the
-    run begins on: with the layout they give what a step's micro-batches hold."""
+    """The first line. `set_sizes`: problems per training set. `features`: from the sets' rows. `ranks`: how many the
+    run begins with; with the layout that determines how many tokens the micro-batches of a step hold."""
     return {
         "format": FORMAT,
         "num_prompts": sum(set_sizes.values()),
@@ -46,7 +46,7 @@ def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeat
 
 
 def write_features(directory: Path, features: PromptFeatures) -> None:
-    """Write them where the header only names their file. Raises OSError."""
+    """Write the features' file, if the header only names it. Raises OSError."""
     if len(features.level) > MOST_IN_HEADER:
         with replacing(directory / FEATURES) as file:
             np.savez(file, **_columns(features))
@@ -59,32 +59,32 @@ def _columns(features: PromptFeatures, form: Callable[[np.ndarray[Any, Any]], An
 def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[str, Any]:
     """A step's line, without its seconds. Failed gradings are null; logit_grad_norm has four significant digits."""
     sizes = decision.prompts.size.tolist()
-    rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in row] for row in _cut(rollouts.rewards, sizes)]
+    rewards = [[None if np.isnan(r) else float(f"{r:.6g}") for r in row] for row in _requested(rollouts.rewards, sizes)]
     return {
         "step": step,
         "offered": decision.offered.tolist(),
         "prompts": decision.prompts.prompt_index.tolist(),
         "inclusion_prob": [float(f"{p:.6g}") for p in decision.prompts.inclusion_prob],
         "rewards": rewards,
-        "lengths": [row.tolist() for row in _cut(rollouts.lengths, sizes)],
-        "logit_grad_norm": [[float(f"{s:.4g}") for s in row] for row in _cut(rollouts.logit_grad_norm, sizes)],
+        "lengths": [row.tolist() for row in _requested(rollouts.lengths, sizes)],
+        "logit_grad_norm": [[float(f"{s:.4g}") for s in row] for row in _requested(rollouts.logit_grad_norm, sizes)],
         "kept": np.flatnonzero(decision.kept[was_asked(rollouts, decision.prompts.size).ravel()]).tolist(),
     }
 
 
-def _cut(table: np.ndarray[Any, Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """The rows of [K, G] without what was not asked for."""
+def _requested(table: np.ndarray[Any, Any], sizes: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+    """The rows of [K, G], each shortened to its group's requested completions."""
     return [row[:size] for row, size in zip(table, sizes, strict=True)]
 
 
 def trace_seconds(timing: StepTiming) -> dict[str, float]:
-    """A step's seconds, as its line has them."""
+    """A step's seconds, in the form of its line."""
     return {"rollout": timing.rollout_s, "update": timing.update_s, "other": timing.other_s}
 
 
 def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
-    """Position in the step of each recorded group -> what was decided about its completions: the fields of
-    `RecordedGroup` after `group`. The texts are on the ranks that generated them, so all ranks are sent this."""
+    """Position in the step of each recorded group -> the decisions about its completions: the fields of `RecordedGroup`
+    after `group`. Sent to all ranks, since the texts are on the ranks that hold the groups."""
     flat = (decision.advantages, decision.completion_prob, decision.weight, decision.kept)
     columns = [part.reshape(rollouts.rewards.shape) for part in flat]
     why = reasons_of(config, decision, rollouts).reshape(rollouts.rewards.shape)
@@ -122,18 +122,18 @@ def reasons_of(
     """[K * G] one word for why each completion was kept or not (docs/run_directory.md lists them).
 
     A policy reports the probability with which it keeps a completion, not the reason. A probability between the floor
-    and 1 is attributed to the score, and one of 0 to the rank: what no draw can keep was dropped by a fixed rule.
+    and 1 is attributed to the score, and one of 0 to the rank: then a fixed rule dropped the completion.
     """
     truncated: BoolArray = np.zeros(decision.kept.shape, dtype=np.bool_)
     if config.objective.overlong.filter:
         limit = config.rollout.sampling.max_completion_tokens
         truncated = (rollouts.lengths >= limit if rollouts.truncated is None else rollouts.truncated).ravel()
-    prob = decision.completion_prob * rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()  # given its end
+    prob = decision.completion_prob * rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()  # given that it ended
     not_drawn = np.isnan(prob)
     failed = np.isnan(rollouts.rewards.ravel()) & ~decision.kept
     unfinished = failed & (False if rollouts.unfinished is None else rollouts.unfinished.ravel())
     floor = config.pruning.completion.min_inclusion_prob
-    # a KL term has a gradient there too, and the draw gave it a chance
+    # with a KL or entropy term, completions of advantage 0 have a gradient too, so a draw may have kept them
     without_gradient = (decision.advantages == 0) & (zero_advantage_slope(config.objective) == 0)
     conditions = [
         (rollouts.stopped.ravel(), "stopped early"),

@@ -1,1 +1,1 @@
-"""Servers that generate: what each engine is asked, which of them lives, who gets the next request."""
+"""Servers that generate completions: each engine's protocol, each server's state, and which one gets a request."""

@@ -1,7 +1,7 @@
-"""Finding the servers of a run, and checking that they are the right ones: at the start, and while it goes on.
+"""Finds the servers of a run and checks that they fit it: at the start, and at every weight sync.
 
-Mistakes of a user about servers are reported here, before the first step: each message names the address, what was
-found and what would be right.
+A user's mistakes about servers are reported here, before the first step. Each message names the address, what was found
+and what would be right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dppo_megatron.rollout.servers.http import BadAnswer, Http, NotProven, Refus
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
-from dppo_megatron.rollout.servers.router import RouterServer, named_now, named_workers, through
+from dppo_megatron.rollout.servers.router import RouterServer, current_entries, named_workers, set_dialect
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.texts import log
@@ -38,7 +38,7 @@ _FIRST_ANSWER_S = 30.0
 _READY_S = 5.0
 _ASK_S = 10.0
 ROUTED_EXPERTS = "--enable-return-routed-experts"
-"""Of both engines' command lines."""
+"""An argument of both engines."""
 
 ChannelName = Literal["disk", "gloo", "nccl", "ipc"]
 
@@ -63,52 +63,52 @@ class ConnectedServers:
     channel: ChannelName
     description: str
     device_map: DeviceMap
-    """Under the channel ipc, the rank that hands weights to each worker; else empty."""
+    """With the channel ipc, the rank that gives each worker its weights; otherwise empty."""
     addresses: Addresses | None = None
-    """The servers from now on, where they may come and go."""
+    """Reads the servers' addresses again; None if servers cannot be added during the run."""
 
 
 def connect(
     config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[Launched] = ()
 ) -> ConnectedServers:
-    """Reach every server and check it.
+    """Connect to every server and check it.
 
     Args:
         devices: where each rank has the weights that it sends.
         launched: the job's own servers.
 
     Raises:
-        UserError: what is wrong with which server.
+        UserError: names the server and what is wrong with it.
     """
     rollout = config.rollout
     routers: list[RouterServer] = []
-    present: Addresses | None = None
+    read_addresses: Addresses | None = None
     if rollout.servers.registry_dir:
         files = Directory(Path(rollout.servers.registry_dir))
-        present, addresses = files.entries, _registered(files, rollout)
+        read_addresses, keys = files.entries, _registered(files, rollout)
     elif launched:
-        addresses = {server.url: server.api_key for server in launched}
+        keys = {server.url: server.api_key for server in launched}
     else:
         configured = configured_key(rollout)
-        known, routers = routed(rollout, configured)
-        addresses = dict.fromkeys(known, configured)
+        known, routers = resolve_endpoints(rollout, configured)
+        keys = dict.fromkeys(known, configured)
         if routers:
             behind = {name for router in routers for name in router.named}
             alone = [url for url in known if url not in behind]
-            present = partial(named_now, alone, routers, configured, rollout.engine)
-    urls = list(addresses)
-    servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in addresses.items()]
-    with ThreadPoolExecutor(len(servers), "describe") as threads:  # vLLM's first answer takes it seconds
+            read_addresses = partial(current_entries, alone, routers, configured, rollout.engine)
+    urls = list(keys)
+    servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in keys.items()]
+    with ThreadPoolExecutor(len(servers), "describe") as threads:  # vLLM takes seconds to describe itself first
         infos = list(threads.map(lambda server: describe(server, rollout.servers.api_key_env), servers))
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if through(router, [server.dialect for server in servers])]
+    routers = [router for router in routers if set_dialect(router, [server.dialect for server in servers])]
     on_gpu = any(CPU not in device.names for device in devices)
-    found = _device_map(launched, infos, devices)
+    device_map = _device_map(launched, infos, devices)
     if on_gpu and rollout.servers.colocate:
-        _check_shared(found, launched, infos, devices)
+        _check_shared(device_map, launched, infos, devices)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
-    works = {"ipc": [url for url in urls if found.get(url)], "nccl": [url for url in urls if not unequal[url]]}
+    works = {"ipc": [url for url in urls if device_map.get(url)], "nccl": [url for url in urls if not unequal[url]]}
     channel, why = choose_channel(
         rollout.sync.channel,
         [
@@ -117,23 +117,23 @@ def connect(
         ],
         on_gpu=on_gpu,
         colocated=rollout.servers.colocate,
-        unequal="; ".join(f"{url}: {said}" for url, said in unequal.items() if said),
+        unequal="; ".join(f"{url}: {difference}" for url, difference in unequal.items() if difference),
     )
     return ConnectedServers(
         servers=servers,
         routers=routers,
         channel=channel,
-        device_map={url: ranks for url, ranks in found.items() if ranks} if channel == "ipc" else {},
+        device_map={url: ranks for url, ranks in device_map.items() if ranks} if channel == "ipc" else {},
         description=(
             f"rollout: {rollout.engine} {infos[0].engine_version} at {', '.join(urls)}; weight sync: {channel} ({why})"
             f"{ipc_warning() if channel == 'ipc' and on_gpu else ''}"
         ),
-        addresses=present,
+        addresses=read_addresses,
     )
 
 
 def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
-    """Key by address of the servers that have come and may be asked."""
+    """Address -> key of the registered servers that answer."""
 
     def answers(entry: RegistryEntry) -> bool:
         """Whether the server is healthy; raises UserError if this run must not use it."""
@@ -149,17 +149,17 @@ def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
 
 
 def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
-    """Raise UserError for a server of another engine, or one that may not be asked."""
+    """Raise UserError for a server of another engine, or one at an address that is not allowed."""
     if entry.engine != rollout.engine:
         raise UserError(f"{entry.url} is a server of engine {entry.engine}; rollout.engine = {rollout.engine}")
     check_endpoint(entry.url, rollout)
 
 
-def routed(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
-    """The servers among the configured endpoints, with the workers of its routers; and the routers (`router.py`).
+def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
+    """The addresses of the configured servers and of the workers of configured routers; and the routers (`router.py`).
 
     Raises:
-        UserError: a router names no worker, one twice, or one that may not be asked.
+        UserError: a router lists no worker, one twice, or one at an address that is not allowed.
     """
     servers: list[str] = []
     routers: list[RouterServer] = []
@@ -179,8 +179,8 @@ def routed(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServ
 
 
 def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
-    """A warning where torch hands its memory over as file descriptors: in a container a server needs ptrace rights to
-    take them."""
+    """A warning if torch shares its memory as file descriptors, which a server in a container opens only with ptrace
+    rights; otherwise empty."""
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
             return (
@@ -191,59 +191,59 @@ def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
 
 
 def _named_workers(http: Http) -> list[str] | None:
-    """None for what is no router."""
+    """None if it is not a router."""
     try:
         return named_workers(http, _FIRST_ANSWER_S)
-    except (Unreachable, Refused):  # no such path, another answer, or none: `describe` reports what is wrong
+    except (Unreachable, Refused):  # no such path, another answer, or none: if that is a fault, `describe` reports it
         return None
 
 
 def _device_map(
     launched: Sequence[Launched], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
 ) -> dict[str, tuple[int, ...] | None]:
-    """For each launched server by address the ranks that share its workers' devices; None for one with a worker on a
-    device without a rank."""
-    found = {}
-    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # others' servers have none
+    """Address of each launched server -> the ranks that share its workers' devices; None if a worker is on a device
+    without a rank."""
+    device_map = {}
+    for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # `launched` may be empty
         workers = info.devices
         if not workers and torch.cuda.is_available():
             workers = tuple(visible_devices(server.visible_devices)[: info.world_size])
-        found[server.url] = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
-    return found
+        device_map[server.url] = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
+    return device_map
 
 
 def _check_shared(
-    found: Mapping[str, tuple[int, ...] | None],
+    device_map: Mapping[str, tuple[int, ...] | None],
     launched: Sequence[Launched],
     infos: Sequence[ServerInfo],
     devices: Sequence[RankDevice],
 ) -> None:
-    """Raise UserError for a colocated server on a GPU of no rank: it may be another job's."""
+    """Raise UserError for a colocated server with a worker on a GPU that no rank has: it may be another job's."""
     for server, info in zip(launched, infos, strict=True):
-        if found[server.url] is None:
+        if device_map[server.url] is None:
             here = ["/".join(sorted(one.names, key=len)[:2]) for one in devices if one.node == server.node]
             alone = [name for name in info.devices if not ranks_of_workers(devices, [name], 0, server.node)]
             raise UserError(
                 f"rollout.servers.colocate: {server.url} has workers on {', '.join(alone) or 'GPUs'} without a rank"
                 f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}): the ranks of its machine are on"
-                f" {', '.join(here)}. rollout.servers.gpus says where it starts"
+                f" {', '.join(here)}. rollout.servers.gpus sets its GPUs"
             )
 
 
 def configured_key(rollout: RolloutConfig) -> str:
-    """The API key that the environment holds; empty if there is none. Raises UserError, which does not show it."""
+    """The API key from the environment; empty if there is none. Raises UserError, which does not show the key."""
     name = rollout.servers.api_key_env
     return clean_key(os.environ.get(name, ""), f"the environment variable {name} (rollout.servers.api_key_env)")
 
 
 def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
-    """The dialect of the run's engine for the server at `url`."""
-    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # a user's server may lack the check
+    """The server at `url`, of the run's engine."""
+    http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # a user's own may not have the proof
     return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
 
-def described(server: Server, timeout_s: float) -> ServerInfo:
-    """`Server.describe`. Raises Unreachable or Refused, and UserError for answers that cannot be read."""
+def _read_info(server: Server, timeout_s: float) -> ServerInfo:
+    """`Server.describe`. Raises Unreachable or Refused, and UserError for invalid answers."""
     try:
         return server.describe(timeout_s=timeout_s)
     except BadAnswer as error:
@@ -253,10 +253,10 @@ def described(server: Server, timeout_s: float) -> ServerInfo:
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
-    """`Server.describe` of a healthy server; UserError if it cannot be asked."""
+    """`Server.describe` of a healthy server; UserError if it does not answer or refuses."""
     url = server.http.url
     try:
-        info = described(server, _FIRST_ANSWER_S)  # first: another engine may lack the probe's path
+        info = _read_info(server, _FIRST_ANSWER_S)  # before the probe, whose path another engine may not have
         server.healthy(timeout_s=_FIRST_ANSWER_S)
         return info
     except Unreachable as error:
@@ -267,7 +267,7 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
                 f"{url} refuses the API key (HTTP {error.status}); it is read from the environment variable"
                 f" {api_key_env} (rollout.servers.api_key_env)"
             ) from None
-        raise UserError(f"{url} answers a question about itself with {error}") from None
+        raise UserError(f"{url} cannot be asked what it serves: {error}") from None
 
 
 def choose_channel(
@@ -277,16 +277,16 @@ def choose_channel(
 
     Args:
         wanted: `rollout.sync.channel`.
-        offered: the channels that each server is started for.
-        unequal: the difference between both ends' NCCL; nccl is not among `offered` then.
+        offered: the channels that each server supports.
+        unequal: how NCCL differs between servers and trainer; those servers do not offer nccl.
 
     Raises:
-        UserError: a forced channel that a server does not offer.
+        UserError: a server does not offer the channel that is set, or with `auto` there is none.
     """
     common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
     if wanted != "auto":
         if wanted == "nccl" and not on_gpu:
-            raise UserError("rollout.sync.channel = nccl sends weights that are on a GPU, and these are not: gloo does")
+            raise UserError("rollout.sync.channel = nccl needs an actor on a GPU, and this one is on a CPU; use gloo")
         if wanted == "nccl" and unequal:
             raise UserError(f"rollout.sync.channel = nccl: {unequal}: no communicator can have both")
         if wanted not in common:
@@ -306,8 +306,8 @@ def choose_channel(
         why = "NCCL has no groups with two members on one GPU"
     if "disk" not in common:
         raise UserError(
-            f"rollout.sync.channel = auto: {why}, and over disk an SGLang that drafts with a model reads the policy"
-            " into that model too; docs/engines.md has what the other channels need"
+            f"rollout.sync.channel = auto: {why}, and over disk SGLang would load the policy into its draft model too;"
+            " docs/engines.md has what the other channels need"
         )
     return "disk", why
 
@@ -325,20 +325,19 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
     longest, whose = longest_sequence(config)
     if info.max_tokens is not None and info.max_tokens < longest:
         raise UserError(
-            f"{model} with a context of {info.max_tokens} tokens, or a KV cache for no more;"
-            f" {whose} = {longest} must fit"
+            f"{model} with a context or KV cache of only {info.max_tokens} tokens; {whose} = {longest} must fit"
         )
     rollout = config.rollout
     plain = rollout.sampling.temperature == 1.0 and rollout.sampling.top_p == 1.0 and rollout.sampling.top_k == 0
     if info.logprobs_are_processed is False and not plain:
         raise UserError(
-            f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour;"
+            f"{url} reports log-probabilities before temperature and cuts, which are not those of the behaviour policy;"
             " start it with --logprobs-mode processed_logprobs"
         )
     if info.quantization != ("" if rollout.quantization == "off" else "fp8"):
         raise UserError(
             f"{model} with weights quantized as '{info.quantization or 'none'}'; rollout.quantization ="
-            f" {rollout.quantization} sends it others (docs/engines.md#weights-in-fp8)"
+            f" {rollout.quantization} does not match that (docs/engines.md#weights-in-fp8)"
         )
     if rollout.pauses_requests and not info.pauses:
         raise UserError(
@@ -355,11 +354,11 @@ def check_server(url: str, info: ServerInfo, config: Config, architecture: Archi
 
 
 def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: int) -> None:
-    """For servers that apply top_p before top_k, or give log-probabilities under them only up to a number of tokens."""
+    """Check servers that apply top_p before top_k, or return log-probabilities under a cut only up to `max_top_k`."""
     if not info.top_p_after_top_k and rollout.sampling.top_p < 1 and rollout.sampling.top_k > 0:
         raise UserError(
-            f"{url} measures rollout.sampling.top_p before rollout.sampling.top_k cuts, all other"
-            " engines after: use one of the two"
+            f"{url} applies rollout.sampling.top_p before rollout.sampling.top_k, all other engines after it: use"
+            " one of the two"
         )
     cut = rollout.sampling.top_k or (vocab_size if rollout.sampling.top_p < 1 else 0)
     if info.max_top_k is not None and cut > info.max_top_k:
@@ -371,16 +370,16 @@ def _check_cuts(url: str, info: ServerInfo, rollout: RolloutConfig, vocab_size: 
 
 
 class Membership:
-    """Keeps a fleet's members those that have an address now, and fit.
+    """Keeps the members of a fleet equal to the servers that are listed now and fit the run.
 
     At every weight sync the addresses are read again: from a directory, or from routers. A new server that fits becomes
-    a stale member, so that the sync brings it the weights before its first request; one that does not, or does not
-    answer yet, stops nothing. One that has left is asked nothing more. One that was out and that this job has not
-    started is checked again when it is back (`inspect`): it may have other arguments now.
+    a stale member, so that the sync brings it the weights before its first request. One that does not fit, or does not
+    answer yet, is skipped. One that has left gets no more requests. One that was out and that this job has not started
+    is checked again when it is back (`inspect`): it may have been restarted with other arguments.
 
     Args:
-        known: the connection that was made at start, and where addresses are read.
-        introduce: makes a server known to the rollout clients that will be a member, or is asked in another dialect.
+        known: the servers that were connected at the start, and how to read the addresses again.
+        introduce: tells the rollout clients about a server that becomes a member or whose dialect has changed.
     """
 
     def __init__(
@@ -389,18 +388,18 @@ class Membership:
         self._known, self._config, self._architecture = known, config, architecture
         self._introduce = introduce
         self._rejected: set[tuple[str, str]] = set()
-        """(address, key) of those that were found not to fit."""
+        """(address, key) of servers that did not fit."""
         self._busy = threading.Lock()
 
     def inspect(self, member: Member) -> None:
-        """A server is back. Raises Unreachable or Refused if it cannot be asked, UserError if it does not fit."""
-        asked_as = member.server.dialect
+        """Check a server that is back. Raises Unreachable or Refused, or UserError if it does not fit."""
+        previous = member.server.dialect
         self._check(member.server)
-        if member.server.dialect != asked_as:
+        if member.server.dialect != previous:
             self._introduce(member.server)
 
     def update(self, fleet: Fleet) -> None:
-        """Add new servers and drop those that have left; returns at once while another thread does it."""
+        """Add new servers and remove those that have left; returns at once if another thread is doing so."""
         if self._known.addresses is None or not self._busy.acquire(blocking=False):
             return
         try:
@@ -416,16 +415,16 @@ class Membership:
                 with fleet.lock:
                     member.may_return()
             else:
-                fleet.let_go(member, "it has left")
+                fleet.mark_left(member, "it has left")
         if fleet.clients is not None:
             fleet.clients.gone({member.name for member in fleet.members if member.has_left})
-        here = {(member.name, member.server.http.api_key) for member in fleet.members}
-        new = [entry for url, entry in entries.items() if (url, entry.api_key) not in here]
+        known = {(member.name, member.server.http.api_key) for member in fleet.members}
+        new = [entry for url, entry in entries.items() if (url, entry.api_key) not in known]
         with ThreadPoolExecutor(len(new) or 1, "describe") as threads:
             for server in filter(None, threads.map(self._try, new)):
-                self._introduce(server)  # first: the fleet asks which client has a member
-                fleet.let_in(server)
-                log(f"rollout: {server.http.url} has come; it gets requests after a weight sync")
+                self._introduce(server)  # before `add`: the fleet needs to know each member's client
+                fleet.add(server)
+                log(f"rollout: new server {server.http.url}; it gets requests after a weight sync")
 
     def _try(self, entry: RegistryEntry) -> Server | None:
         """The server, if it answers and fits."""
@@ -441,13 +440,13 @@ class Membership:
         except Refused as error:
             self._reject(entry, f"{entry.url} answers with {error}")
         except Unreachable:
-            pass  # asked again at the next sync
+            pass  # tried again at the next sync
         return None
 
     def _check(self, server: Server) -> None:
-        """Have it describe itself. Raises as `inspect`."""
+        """Raises as `inspect`."""
         url, channel = server.http.url, self._known.channel
-        info = described(server, _ASK_S)
+        info = _read_info(server, _ASK_S)
         check_server(url, info, self._config, self._architecture)
         if channel not in info.channels:
             raise UserError(f"{url} is not started for weight sync over {channel}")
@@ -455,8 +454,8 @@ class Membership:
             raise UserError(f"{url}: {unequal}")
 
     def _reject(self, entry: RegistryEntry, why: str) -> None:
-        """Log it once; it is asked again at the next sync, since its owner may mend it."""
-        one = entry.url, entry.api_key
-        if one not in self._rejected:
+        """Log it once. The server is tried again at the next sync, since its owner may fix it."""
+        rejected = entry.url, entry.api_key
+        if rejected not in self._rejected:
             log(f"rollout: a new server is not used yet: {why}")
-        self._rejected.add(one)
+        self._rejected.add(rejected)

@@ -1,8 +1,8 @@
-"""Which rank of the actor shares a device with which worker of a server: such a pair passes weights in device memory.
+"""Which rank of the actor shares a device with which worker of a server: such pairs pass weights in device memory.
 
-GPUs are known by UUID, because engine and trainer may number them differently; where an engine does not report its
-workers' UUIDs (SGLang), by the entry of CUDA_VISIBLE_DEVICES with which the trainer has started it. On CPUs all ranks
-of a machine share its memory with all servers there, and take turns.
+GPUs are identified by UUID, because engine and trainer may number them differently. If an engine does not report its
+workers' UUIDs (SGLang), they are identified by the CUDA_VISIBLE_DEVICES entries with which the trainer started it. On
+CPUs every rank of a machine shares memory with all servers there, so the servers are spread over the ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dppo_megatron.types import UserError
 CPU = "cpu"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 DeviceMap: TypeAlias = dict[str, tuple[int, ...]]
-"""For each server by address, the rank that hands weights to each of its workers."""
+"""Address of each server -> the rank that gives weights to each of its workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
     node: int
-    """The job's machine, counted as for `job_nodes.py`: servers that were launched there are its neighbours."""
+    """Number of the rank's machine in the job, as in `job_nodes.py`; servers launched there may share its device."""
     names: frozenset[str]
-    """What its device is called: its UUID as torch and as CUDA write it, an entry of CUDA_VISIBLE_DEVICES; or `cpu`."""
+    """Names of its device: the UUID as torch and as CUDA write it, and its CUDA_VISIBLE_DEVICES entry; or `cpu`."""
 
 
 def this_device(node: int, *, on_gpu: bool) -> RankDevice:
@@ -40,7 +40,7 @@ def this_device(node: int, *, on_gpu: bool) -> RankDevice:
 
 
 def visible_devices(setting: str | None) -> list[str]:
-    """The entries of a CUDA_VISIBLE_DEVICES; all devices by number if it is not set.
+    """The entries of a CUDA_VISIBLE_DEVICES setting; the numbers of all devices if it is not set.
 
     Example:
         visible_devices("2, 3") == ["2", "3"]
@@ -51,11 +51,13 @@ def visible_devices(setting: str | None) -> list[str]:
 
 
 def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str]:
-    """The CUDA_VISIBLE_DEVICES of each server, of `rollout.servers.gpus`: its numbers are places in the `inherited`
-    one, as a rank's is, where that has all of them and they are not among the first `ranks`, which train; else CUDA's.
+    """The CUDA_VISIBLE_DEVICES of each server, from `rollout.servers.gpus`.
+
+    Its numbers are taken as positions in the `inherited` CUDA_VISIBLE_DEVICES, as a rank's number is, if that has all
+    of these positions and none is among the first `ranks`, which train. Otherwise they are CUDA's own numbers.
 
     Raises:
-        UserError: some are among those and some are not, so that it is not clear which GPUs are meant.
+        UserError: only some of the positions are among the first `ranks`, so that it is not clear which GPUs are meant.
 
     Example:
         servers_devices(["0", "1"], "6,7", 0) == ["6", "7"]
@@ -67,11 +69,11 @@ def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str
     if not all(one.isdecimal() and int(one) < len(visible) for one in numbers):
         return list(gpus)
     taken = [one for one in numbers if int(one) < ranks]
-    # as places these would be GPUs of ranks; all of them so are more likely to be CUDA's own numbers
+    # as positions, the numbers in `taken` are GPUs of ranks; if all are, they are probably CUDA's own numbers
     if 0 < len(taken) < len(numbers) and any(visible[int(one)] != one for one in numbers):
         raise UserError(
-            f"rollout.servers.gpus: place {taken[0]} in CUDA_VISIBLE_DEVICES = {inherited} is a rank's ({ranks} train"
-            f" on this machine) and {max(numbers, key=int)} is none's: name places from {ranks} on"
+            f"rollout.servers.gpus: position {taken[0]} in CUDA_VISIBLE_DEVICES = {inherited} is a training rank's GPU"
+            f" ({ranks} train on this machine), but {max(numbers, key=int)} is not: use positions from {ranks} on"
         )
     return list(gpus) if taken else [",".join(visible[int(one)] for one in entry) for entry in named]
 
@@ -79,20 +81,20 @@ def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str
 def ranks_of_workers(
     ranks: Sequence[RankDevice], workers: Sequence[str], turn: int, node: int = 0
 ) -> tuple[int, ...] | None:
-    """For each worker of a server on machine `node`, the rank that hands it weights; None if one has no rank.
+    """For each worker of a server on machine `node`, the rank that gives it weights; None if a worker has no rank.
 
     Args:
-        workers: the name of each one's device.
-        turn: of several ranks on a device, server `turn` is served by the `turn`-th, and so on around.
+        workers: the device name of each.
+        turn: the server's index. If several ranks share a device, servers are assigned to them in turn.
 
     Example:
         GPUs a, b; ranks 0 and 1 on them; a server with workers on b, a  ->  (1, 0)
         both ranks on `cpu`; server 3 with one worker  ->  (1,)
     """
-    found = []
+    assigned = []
     for worker in workers:
-        near = [rank for rank, own in enumerate(ranks) if own.node == node and worker in own.names]
-        if not near:
+        candidates = [rank for rank, own in enumerate(ranks) if own.node == node and worker in own.names]
+        if not candidates:
             return None
-        found.append(near[turn % len(near)])
-    return tuple(found) or None
+        assigned.append(candidates[turn % len(candidates)])
+    return tuple(assigned) or None

@@ -1,7 +1,7 @@
-"""How each engine is asked for completions, and how its answers are read: bytes to bytes, without a socket.
+"""How requests for completions are encoded for each engine, and how its answers are decoded: bytes only, no sockets.
 
-Decoding is typed (msgspec): unread fields are skipped, and a wrong type is an error with its place. Into dictionaries
-the same bytes cost 27 times the CPU time (docs/data_plane.md).
+Decoding is typed (msgspec): unread fields are skipped, and the error for a wrong type names its position. Decoding the
+same bytes into dictionaries takes 27 times the CPU time (docs/data_plane.md).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class _ArraysAnswer(msgspec.Struct):
-    """What the header holds of one completion."""
+    """The header's entry for one completion."""
 
     id: str
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
     experts: tuple[Literal["uint8", "uint16"], _Size, _Size, _Size] | None = None
-    """Type and shape of those that lie behind all log-probabilities."""
+    """Type and shape of its routed experts, which follow all log-probabilities."""
 
 
 class _ArraysHeader(msgspec.Struct):
@@ -41,41 +41,41 @@ _ARRAYS_DECODER = msgspec.json.Decoder(_ArraysHeader)
 
 
 def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
-    """Completions that lie one after the other behind the header: all token ids, then all log-probabilities."""
+    """Completions from the form of `dppo_arrays.py`: after the header all token ids, then all log-probabilities."""
     start = 4 + int.from_bytes(content[:4], "little")
     answers, body = decoded(_ARRAYS_DECODER, content[4:start]).answers, memoryview(content)[start:]
-    _raise_if_not(group.count, len(answers))
+    _check_count(group.count, len(answers))
     total = sum(answer.tokens for answer in answers)
     sizes = [math.prod(one.experts[1:]) * np.dtype(one.experts[0]).itemsize if one.experts else 0 for one in answers]
     if len(body) != 8 * total + sum(sizes):
-        behind = f" and {sum(sizes)} bytes of experts" if sum(sizes) else ""
-        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens{behind}")
+        and_experts = f" and {sum(sizes)} bytes of experts" if sum(sizes) else ""
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens{and_experts}")
     tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
-    found, at, end = [], 0, 8 * total
+    completions, first, offset = [], 0, 8 * total
     for index, (answer, size) in enumerate(zip(answers, sizes, strict=True)):
-        _raise_if_not_id(answer.id, _rid(group, index))
-        own, experts = slice(at, at + answer.tokens), None
+        _check_id(answer.id, _rid(group, index))
+        own, experts = slice(first, first + answer.tokens), None
         if answer.experts is not None and group.experts is not None:
             kind, *shape = answer.experts
-            experts = np.frombuffer(body[end : end + size], np.dtype(kind).newbyteorder("<")).reshape(shape)
+            experts = np.frombuffer(body[offset : offset + size], np.dtype(kind).newbyteorder("<")).reshape(shape)
         spans = answer.weight_versions or ()
-        found.append(as_sampled(tokens[own], logprobs[own], answer.finish_reason, spans, experts))
-        at, end = own.stop, end + size
-    return found
+        completions.append(as_sampled(tokens[own], logprobs[own], answer.finish_reason, spans, experts))
+        first, offset = own.stop, offset + size
+    return completions
 
 
-def _raise_if_not(wanted: int, count: int) -> None:
-    if count != wanted:
-        raise BadAnswer(f"{count} completions for {wanted} asked")
+def _check_count(expected: int, count: int) -> None:
+    if count != expected:
+        raise BadAnswer(f"{count} completions instead of {expected}")
 
 
-def _raise_if_not_id(found: str, rid: str) -> None:
-    if found != rid:
-        raise BadAnswer(f"it answers request {found[:80]!r} where {rid!r} belongs")
+def _check_id(received: str, rid: str) -> None:
+    if received != rid:
+        raise BadAnswer(f"it answers request {received[:80]!r} instead of {rid!r}")
 
 
 def _rid(group: GenerateRequest, index: int) -> str:
-    """Of one completion."""
+    """Request id of one completion."""
     return f"{group.request_id}/{index}"
 
 
@@ -105,7 +105,7 @@ class _VLLMAnswer(msgspec.Struct):
 
 _VLLM_DECODER = msgspec.json.Decoder(_VLLMAnswer)
 _VLLM_PREFIX = "generate-tokens-"
-"""The server puts it before a request's id."""
+"""vLLM prepends this to a request's id."""
 
 
 VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
@@ -116,25 +116,24 @@ class _Dialect(msgspec.Struct, frozen=True):
     arrays = False
 
     def carries(self, group: GenerateRequest) -> bool:
-        """Whether all of a request reaches the engine this way, and comes back: experts come as arrays."""
+        """Whether the engine receives the whole request and the answer is complete: only arrays can hold experts."""
         return group.experts is None or self.arrays
 
 
 class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
-    """POST /inference/v1/generate, one request with n = group.count (0.32), or one for each completion that has a limit
-    of its own: n share their parameters. vLLM's router passes the body on as it is."""
+    """POST /inference/v1/generate, one request with n = group.count (0.32), or one per completion if these have limits
+    of their own, since n completions share their parameters. vLLM's router passes the body on unchanged."""
 
     seeded: bool = True
     arrays: bool = False
-    """The server has our path for answers without JSON (`in_engine/dppo_vllm_arrays.py`)."""
+    """The server has our path for answers as arrays (`in_engine/dppo_vllm_arrays.py`)."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """Every parameter is given: what is left out would come from the served model's generation_config.json."""
         path = VLLM_ARRAYS_PATH if self.arrays else "/inference/v1/generate"
         return [[Call(path, msgspec.json.encode(vllm_body(one, self.seeded))) for one in group.each()]]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """Both forms of the id are named; unknown ones are ignored."""
+        """One call with the ids with and without vLLM's prefix: it ignores those that it does not know."""
         ids = [f"{prefix}{one.request_id}" for one in group.each() for prefix in ("", _VLLM_PREFIX)]
         return [Call("/abort_requests", msgspec.json.encode({"request_ids": ids}))]
 
@@ -151,18 +150,19 @@ class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
             raise BadAnswer(f"it answers request {answer.request_id[:80]!r}")
         indices = [choice.index for choice in answer.choices]
         if sorted(indices) != list(range(group.count)):
-            raise BadAnswer(f"completions {indices[:8]} for {group.count} asked")
-        found = []
+            raise BadAnswer(f"completions with the indices {indices[:8]} for a request of {group.count}")
+        completions = []
         for choice in sorted(answer.choices, key=lambda choice: choice.index):
             logprobs = choice.logprobs.content if choice.logprobs is not None else None
             values = [token.logprob for token in logprobs or ()]
             tokens, spans = choice.token_ids or (), choice.weight_versions or ()
-            found.append(as_sampled(tokens, values, choice.finish_reason, spans))
-        return found
+            completions.append(as_sampled(tokens, values, choice.finish_reason, spans))
+        return completions
 
 
 def vllm_body(group: GenerateRequest, seeded: bool) -> dict[str, Any]:
-    """One request for all completions of a group, as JSON. `seeded`: each is a function of its seed."""
+    """One request for all completions of a group. `seeded`: send a seed, of which each completion is a function."""
+    # every parameter is set: vLLM takes missing ones from the served model's generation_config.json
     return {
         "request_id": group.request_id,
         "token_ids": group.prompt_ids,
@@ -228,56 +228,56 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
     """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
 
     vocab_size: int
-    """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
+    """Sent as top_k when only top_p cuts: SGLang returns log-probabilities under a cut only for a finite top_k."""
     seeded: bool = False
     arrays: bool = False
-    """The server has our path for answers without JSON (`in_engine/dppo_sglang_server.py`)."""
+    """The server has our path for answers as arrays (`in_engine/dppo_sglang_server.py`)."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """The batch, after a request for no token that leaves the prompt in the radix cache."""
+        """First a request for 0 tokens, which leaves the prompt in the radix cache; then the batch."""
         path = SGLANG_ARRAYS_PATH if self.arrays else "/generate"
         batch = [Call(path, msgspec.json.encode(sglang_body(group, self.seeded, self.vocab_size)))]
         return [*_prefill(group), batch]
 
     def abort_calls(self, group: GenerateRequest) -> list[Call]:
-        """One id a call; SGLang ignores those that it does not know."""
+        """One call per id; SGLang ignores those that it does not know."""
         rids = [_rid(group, index) for index in range(group.count)]
         if _prefill(group):
             rids.append(_prompt_rid(group))
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """The batch's answers come in its order, each with its own id."""
+        """The completions in the order of the batch."""
         [content] = answers
         if self.arrays:
             return _from_arrays(content, group)
-        found = decoded(_SGLANG_DECODER, content)
-        _raise_if_not(group.count, len(found))
-        return [_sglang_completion(answer, group, index) for index, answer in enumerate(found)]
+        batch = decoded(_SGLANG_DECODER, content)
+        _check_count(group.count, len(batch))
+        return [_sglang_completion(answer, group, index) for index, answer in enumerate(batch)]
 
 
 class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
-    """POST /generate as sglang-router lets it through (0.3.2): one completion a request, since it takes one id a
-    request and n > 1 would have SGLang choose the ids. The router has no path for `abort_calls`, which go to its
-    workers, nor for arrays."""
+    """POST /generate as sglang-router accepts it (0.3.2): one completion per request, since it takes one id per request
+    and with n > 1 SGLang would choose the ids. The router has no path for arrays, nor for `abort_calls`, which are sent
+    to its workers."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """A request for no token first: by the router's tree of prefixes the others then go to the same worker, whose
-        cache has the prompt."""
+        """First a request for 0 tokens: the router's prefix tree then sends the others to the same worker, whose cache
+        has the prompt."""
         batch = sglang_body(group, self.seeded, self.vocab_size)
         each = zip(batch["rid"], batch["input_ids"], batch["sampling_params"], strict=True)
         bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
         return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
 
     def carries(self, group: GenerateRequest) -> bool:
-        """Not `return_sampling_mask`: the router drops unknown fields, and the answer would silently have the
-        log-probabilities before top_p and top_k."""
+        """Not log-probabilities under a cut: the router drops `return_sampling_mask`, a field that it does not know, so
+        the answer would silently have those before top_p and top_k."""
         return super().carries(group) and not (_cuts(group) and group.reads_logprobs)
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
         """The completions in the order of their indices."""
-        found = [decoded(_SGLANG_ONE_DECODER, content) for content in answers]
-        return [_sglang_completion(answer, group, index) for index, answer in enumerate(found)]
+        each = [decoded(_SGLANG_ONE_DECODER, content) for content in answers]
+        return [_sglang_completion(answer, group, index) for index, answer in enumerate(each)]
 
 
 def _prompt_rid(group: GenerateRequest) -> str:
@@ -285,21 +285,21 @@ def _prompt_rid(group: GenerateRequest) -> str:
 
 
 def _prefill(group: GenerateRequest) -> list[list[Call]]:
-    """The round that leaves a group's prompt in the cache; none for one completion, or a prompt of one token."""
+    """The round that puts a group's prompt into the cache; none for a single completion, or a prompt of one token."""
     if group.count == 1 or len(group.prompt_ids) == 1:
         return []
     prefill = {
         "rid": _prompt_rid(group),
         "input_ids": group.prompt_ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-        **_routed(group),
+        **_replica(group),
     }
     return [[Call("/generate", msgspec.json.encode(prefill))]]
 
 
 def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int) -> Sampled:
     rid, meta, tokens = _rid(group, index), answer.meta_info, answer.output_ids or []
-    _raise_if_not_id(meta.id, rid)
+    _check_id(meta.id, rid)
     entries = meta.output_token_logprobs or ()
     values = meta.output_token_sampling_logprobs
     if values is None:
@@ -313,10 +313,10 @@ def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int
 
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
-    """What SGLang is sent. Every parameter is given: the server fills what is left out from the model's
-    generation_config.json. With top_p or top_k, the log-probabilities under the truncated distribution are asked for:
-    the plain ones are those before it."""
+    """The request to SGLang. With top_p or top_k it asks for the log-probabilities under the truncated distribution:
+    SGLang's usual ones are those before truncation."""
     cuts = _cuts(group)
+    # every parameter is set: SGLang takes missing ones from the model's generation_config.json
     parameters: dict[str, Any] = {
         "n": 1,
         "min_new_tokens": 0,
@@ -343,11 +343,11 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
         "top_logprobs_num": 0,
         "return_sampling_mask": cuts and group.reads_logprobs,
         "stream": False,
-        **_routed(group),
+        **_replica(group),
     }
 
 
-def _routed(group: GenerateRequest) -> dict[str, int]:
+def _replica(group: GenerateRequest) -> dict[str, int]:
     return {} if group.replica is None else {"routed_dp_rank": group.replica}
 
 
@@ -356,6 +356,6 @@ def _cuts(group: GenerateRequest) -> bool:
 
 
 AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
-"""How one engine is asked, as it travels to the rollout clients. `rounds`: what is posted, one round after the other,
-the calls of a round at the same time. `abort_calls`: what ends a request now; its answer then holds what there is, as
-`abort`. `read` takes the answers to the last round."""
+"""An engine's encoding and decoding, in the form that is sent to rollout clients. `rounds`: calls to post, one round
+after the other, those of a round concurrently. `abort_calls`: calls that abort a request; its answer then has the
+tokens so far, with the reason `abort`. `read` decodes the answers to the last round."""

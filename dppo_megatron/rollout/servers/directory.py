@@ -1,13 +1,13 @@
-"""Addresses of servers as files in a directory that inference and training nodes share.
+"""Service discovery for servers: a file per server in a directory that inference and training nodes share.
 
     dppo-megatron serve (an inference node)                         trainer, rank 0
     server is ready -> NAME.json {url, key, engine} ------------->  start: waits for `min_servers` of them
     touches it every 5 s ---------------------------------------->  each weight sync: which are new, which have left
     ends -> removes it
 
-Files and no service: the run directory is shared already, a file without heartbeat is ignored, and the file system
-protects the keys. A file holds a key, so it is readable by its owner only (0600), and only files of the same user are
-read: weights are sent to the addresses in them.
+Files need no extra service: the run directory is shared already, a file without a heartbeat is ignored, and the file
+system protects the keys. A file holds a key, so it is readable by its owner only (0600). Only files of the same user
+are read, since weights are sent to the addresses in them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dppo_megatron.types import UserError
 HEARTBEAT_S = 5.0
 _STALE_S = 60.0
 """Twelve heartbeats, as for the run's lock."""
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _SUFFIX = ".json"
-_LARGEST_BYTES = 65536
+_MAX_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RegistryEntry:
 
 
 Addresses: TypeAlias = Callable[[], dict[str, RegistryEntry]]
-"""A run's present servers, by address. Raises UserError where that cannot be read."""
+"""Returns the servers that a run has now, by address. Raises UserError if they cannot be read."""
 
 
 class Registration:
@@ -60,16 +60,16 @@ class Registration:
     def __init__(self, directory: Path, name: str, entry: RegistryEntry) -> None:
         self._path = directory / f"{name}{_SUFFIX}"
         content = {"url": entry.url, "api_key": entry.api_key, "engine": entry.engine}
-        with replacing(self._path, mode=0o600) as file:  # whole, or not there
+        with replacing(self._path, mode=0o600) as file:  # atomic: readers never see a part of it
             file.write(json.dumps(content).encode())
 
     def beat(self) -> None:
-        """Show that it lives; a file system that hangs or is full for a while is no reason to end."""
+        """Send a heartbeat. Errors are ignored, as the file system may recover."""
         with contextlib.suppress(OSError):
             os.utime(self._path)
 
     def remove(self) -> None:
-        """Remove the file; nothing if it is gone."""
+        """Remove the file, if it is still there."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -78,19 +78,19 @@ class Directory:
     """The registered servers, as the trainer sees them.
 
     Args:
-        clock: seconds that only grow.
+        clock: monotonic seconds.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
         self._seen: dict[str, tuple[int, float]] = {}
-        """By file name its time stamp, and when that was first seen: clocks of two machines are never compared."""
+        """File name -> (its time stamp, when `clock` first saw that one): two machines' clocks are never compared."""
 
     def entries(self) -> dict[str, RegistryEntry]:
-        """The servers by address, those whose heartbeat has not stopped; the later file of two with one address.
+        """Address -> entry, of the servers with a recent heartbeat. Of two files with one address, the newer counts.
 
         Raises:
-            UserError: a file holds a key that others can read, belongs to another user, or cannot be read.
+            UserError: a file can be read by others, belongs to another user, or cannot be read.
         """
         found: dict[str, tuple[int, RegistryEntry]] = {}
         names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
@@ -99,7 +99,7 @@ class Directory:
                 stamp, entry = _read(path)
             except FileNotFoundError:  # it has just been removed
                 continue
-            except OSError as error:  # another user's, a link, a directory, a file system that hangs
+            except OSError as error:  # another user's file, a link, a directory, a file system that hangs
                 raise UserError(f"rollout.servers.registry_dir: {path} cannot be read: {error.strerror}") from None
             last, since = self._seen.get(path.name, (0, 0.0))
             if stamp != last:
@@ -112,21 +112,21 @@ class Directory:
     def wait_for(
         self, count: int, timeout_s: float, answers: Callable[[RegistryEntry], bool]
     ) -> dict[str, RegistryEntry]:
-        """The servers by address that answer, as soon as there are `count` of them.
+        """Wait until at least `count` servers answer; returns address -> entry of those that do.
 
         Args:
-            answers: whether a server does.
+            answers: asks a server whether it is healthy.
 
         Raises:
-            UserError: they have not come in time.
+            UserError: too few answer within `timeout_s`.
         """
-        deadline, said = time.monotonic() + timeout_s, ""
+        deadline, logged_state = time.monotonic() + timeout_s, ""
         while True:
             entries = self.entries()
             ready = {url: entry for url, entry in entries.items() if answers(entry)}
             if len(ready) >= count:
                 return ready
-            state = f"{len(ready)} of {count} rollout servers have come to {shown(self._path)}"
+            state = f"{len(ready)} of {count} rollout servers registered in {shown(self._path)} are ready"
             if time.monotonic() > deadline:
                 silent = ", ".join(sorted(entries.keys() - ready.keys()))
                 raise UserError(
@@ -134,14 +134,14 @@ class Directory:
                     f" {timeout_s:g} s only {state}{f'; no answer from {silent}' if silent else ''}. Start them with:"
                     f" dppo-megatron serve CONFIG rollout.servers.registry_dir={shlex.quote(str(self._path))}"
                 )
-            if state != said:
+            if state != logged_state:
                 log(f"rollout: waiting for servers; {state}")
-                said = state
-            time.sleep(_LOOK_S)
+                logged_state = state
+            time.sleep(_POLL_S)
 
 
 def _is_ours(owner: int, directory: Path) -> bool:
-    """Whether files of this process have that owner in `directory`: a file server may give them to another user."""
+    """Whether `owner` is this process's user. A file server may map that to another id, so a file is made to see it."""
     if owner == os.geteuid():
         return True
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=directory, prefix=".") as probe:
@@ -150,7 +150,7 @@ def _is_ours(owner: int, directory: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[int, RegistryEntry | None]:
-    """Its time stamp in ns and its content; None for a file of something else."""
+    """Time stamp in ns, and the entry; None if the content is not one."""
     with open_to_read(path) as file:
         status = os.fstat(file.fileno())
         if status.st_mode & 0o077 or not _is_ours(status.st_uid, path.parent):
@@ -158,7 +158,7 @@ def _read(path: Path) -> tuple[int, RegistryEntry | None]:
                 f"rollout.servers.registry_dir: {path} must belong to you and be readable by you only (0600):"
                 " it names where weights are sent, and holds a key"
             )
-        content = file.read(_LARGEST_BYTES)
+        content = file.read(_MAX_BYTES)
     try:
         values = json.loads(content)
         entry = RegistryEntry(str(values["url"]).rstrip("/"), str(values["api_key"]).strip(), str(values["engine"]))

@@ -2,30 +2,30 @@
 
 Runs on rank 0 and decides from scalars; the rollout clients hold the sockets and the tokens.
 
-    rank 0, rollout thread            rollout client (one a node)              servers
-    Dispatch.run -- Submit(ticket) -> one    task a ticket ---- POST -----------> generate
+    rank 0, rollout thread            rollout client (one per node)            servers
+    Dispatch.run -- Submit(ticket) -> one task per ticket ----- POST -----------> generate
          <- Completed|AttemptFailed - typed decoding, check <-- answer --------
          <------ Graded ------------- decoded, graded
       waits for: events, a tick        waits for: sockets, graders
 
 The rules:
 
-- Of several rollouts the earliest step's comes first: a later one's groups get the room that none of its can take. So
-  they fill what its last answers leave free, and no straggler holds them up.
-- A group goes to the live server or router with the fewest outstanding tokens, of those with room for its completions:
-  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight.
-  It is for one engine: a server of four data-parallel replicas has room for four times as many.
-- A group of training is asked for in parts, at most as many as there are live servers of the client that has most,
-  or behind a router (`Work.spread`): completions of a hard prompt are long together, and whoever had all of them would
-  end last. A rank takes what its node's client holds, so the parts go to servers of one client while one of those can
-  be asked and half of them are live (else all would wait for the last one). What goes elsewhere joins the rest of its
-  group after the rollout (`Work.homes`).
-- Groups of a server that has gone out are queued again; what it answers after that is dropped. With a seed (vLLM)
-  the second attempt samples the same completion, so a failure does not favour short ones; without, or under newer
-  weights, `Work.resent`.
-- Every wait has an end: `request_timeout_s` for a request since its first try and `_MOST_FAILURES` for the answers to
-  it that went wrong. Each ends in one message with the request's id; training requests cost their own completions, and
-  one that is late only those that are not done. For a fleet without a live server the next weight sync waits.
+- With several rollouts, the earliest step has priority: groups of a later step get only the room that no group of the
+  earlier one can use. So they fill the servers while the earlier step's stragglers finish.
+- A group goes to the live server or router with the fewest outstanding tokens that has room for its completions.
+  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight. The
+  limit is per engine: a server with four data-parallel replicas has room for four times as many.
+- A training group is split into parts, at most one per live server of the client or router that has most of them
+  (`Work.spread`): completions of a hard prompt are long together, and a server that had all of them would finish last.
+  A rank takes what its node's client holds, so all parts go to servers of one client, as long as at least half of them
+  are live (else all parts would wait for those few) and one of them accepts requests. Parts that go to another client
+  are joined with the rest of their group after the rollout (`Work.homes`).
+- Groups on a server that is marked out are queued again; answers that arrive after that are discarded. With a seed
+  (vLLM) the retry samples the same completions, so a failure does not favour short ones; without a seed, or under newer
+  weights, the group is recorded in `Work.resent`.
+- Every wait has a limit: `request_timeout_s` per request, from its first attempt, and `_MAX_FAILURES` failed answers
+  to it. Either ends in one message with the request's id. A training request that fails loses its completions; a late
+  one loses only the unfinished ones. Without a live server the rollout pauses, and the next weight sync waits for one.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
 _TICK_S = 0.2
-_ANSWER_S = 30.0
-"""A client waits longer than the limit by this, so that `_check_deadlines` comes first and names the late request."""
-_MOST_FAILURES = 4
-"""Answers to one request that went wrong, on any server: then it is the request. Attempts that are lost because another
-one's failure has marked their server out do not count."""
-_MOST_ABORTS = 8
-"""A weight sync with in_flight=abort ends a request once; after eight aborts the server is at fault."""
+_CLIENT_GRACE_S = 30.0
+"""A client's timeout is this much longer than the limit, so that `_check_deadlines` acts first, naming the request."""
+_MAX_FAILURES = 4
+"""After this many failures of one request, on any servers, the request itself is at fault. Attempts that were lost
+because another request's failure marked their server out do not count."""
+_MAX_ABORTS = 8
+"""A weight sync with in_flight=abort aborts a request once; after eight aborts the server is at fault."""
 BUSY = (408, 429, 503)
 _LATE = "it has waited longer than rollout.limits.request_timeout_s since its first try"
-_NOT_THE_SERVER = (401, 403, 404, 405)
-"""The server was started again with another key or without this project's paths; another one may answer."""
+_SERVER_CHANGED = (401, 403, 404, 405)
+"""The server was restarted with another key or without this project's paths; another server may accept the request."""
 
 
 class NeedsWeights(Exception):
-    """No server has the present weights: sync, which waits for one, then `dispatch` the same work again."""
+    """No server has the current weights: run a weight sync, which waits for one, then `dispatch` the work again."""
 
 
 @dataclass
@@ -76,9 +76,9 @@ class _Attempt:
     began_s: float
     """On the clock of the spans."""
     outages: int
-    """The member's then. With the next outage the attempt is lost, also if the member is back already."""
+    """The server's outages when this attempt began. If it changes, the attempt is lost, even if the server is back."""
     version: str
-    """Of the fleet's weights then."""
+    """The fleet's expected weights when this attempt began."""
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
@@ -86,16 +86,16 @@ def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
 
     Raises:
         NeedsWeights: no live server.
-        RunAborted: a request has been waited for long enough.
+        RunAborted: a request has timed out or failed too often.
     """
     return Dispatch(fleet, [work]).run()
 
 
 class Dispatch:
-    """What is in flight of several rollouts.
+    """The requests of several rollouts in flight.
 
     Args:
-        works: read again and again: another thread may add to it.
+        works: read again in each round: another thread may add to it.
     """
 
     def __init__(self, fleet: Fleet, works: Collection[Work]) -> None:
@@ -103,29 +103,29 @@ class Dispatch:
         self._fleet, self._works, self._clients = fleet, works, fleet.clients
         self._limits, self._clock = fleet.limits, fleet.clock
         self._open: list[Work] = []
-        """Those that are not complete, in their order."""
+        """The incomplete rollouts, by priority."""
         self._attempts: dict[int, _Attempt] = {}
         self._checked_s, self._outages = -math.inf, -1
-        self._landed_s: dict[int, float] = {}  # ticket -> when its answer came, on the clock of the spans
+        self._landed_s: dict[int, float] = {}  # ticket -> when its answer arrived, on the clock of the spans
 
     def run(self) -> Iterator[int]:
-        """See `dispatch`. What is still in flight when it ends, or is closed, is cancelled."""
+        """See `dispatch`. Attempts in flight when it ends, or is closed, are cancelled."""
         try:
-            while self._take_up():
+            while self._update_open():
                 self._assign()
                 if not self._attempts and not self._fleet.live and any(work.pending for work in self._open):
                     raise NeedsWeights
                 for event in self._clients.events(_TICK_S):
-                    if (landed := self._settle(event)) is not None:
+                    if (landed := self._handle(event)) is not None:
                         yield landed
-                self._drop_the_lost()
+                self._requeue_lost()
                 if self._check_deadlines():
                     self._fleet.probe_all()
         finally:
             self._cancel(list(self._attempts))
 
-    def _take_up(self) -> bool:
-        """Begin what has been added, and end what is complete or given up. Returns whether anything is left."""
+    def _update_open(self) -> bool:
+        """Begin rollouts that were added, end those that are complete or given up. Returns whether any are left."""
         dropped = [one for one in self._open if one.given_up]
         for work in dropped:
             tickets = [ticket for ticket, attempt in self._attempts.items() if attempt.work is work]
@@ -138,7 +138,7 @@ class Dispatch:
             self._open.append(work)
         for work in [one for one in self._open if one.is_complete and one not in dropped]:
             work.finished.set_result(None)
-        # one that is given up just now has requests, which the next round ends
+        # `given_up` may have been set since the first line; those requests are ended in the next round
         left = [one for one in self._open if not one.finished.done() and one not in dropped]
         self._open = sorted(left, key=lambda work: work.order)
         return bool(self._open)
@@ -149,17 +149,18 @@ class Dispatch:
             self._forget(ticket)
 
     def _assign(self) -> None:
-        """What finds no room holds up what is behind it, at its client or everywhere: a large group would starve."""
+        """Send pending requests. One that finds no room blocks those behind it, at its clients or everywhere; otherwise
+        smaller ones would keep overtaking a large group."""
         routers = [router for router in self._fleet.routers if router.state == "live"]
         known: dict[tuple[bool, ...], list[tuple[int, Endpoint]]] = {}
-        """The targets of a group, with their clients, by the routers that carry it: worked out once for all parts."""
-        strong = self._strong_clients()
-        full: set[int] = set()
+        """Which routers pass a group on -> (client, endpoint) of each target: computed once for all such groups."""
+        mostly_live = self._mostly_live_clients()
+        full: set[int] = set()  # clients without room for a group whose parts must stay with them
         for work in self._open:
             waiting: list[int] = []
             while work.pending:
                 index = work.pending[0]
-                group, near = work.groups[index], strong.intersection(work.near.get(work.part_of(index)[0], ()))
+                group, near = work.groups[index], mostly_live.intersection(work.near.get(work.part_of(index)[0], ()))
                 if near and full.issuperset(near):
                     waiting.append(work.pending.popleft())
                     continue
@@ -179,13 +180,13 @@ class Dispatch:
                     waiting.append(work.pending.popleft())
                 else:
                     break
-            is_held_up = bool(work.pending)
+            is_blocked = bool(work.pending)
             work.pending.extendleft(reversed(waiting))
-            if is_held_up:
+            if is_blocked:
                 return
 
-    def _strong_clients(self) -> set[int]:
-        """Those of whose servers at least half are live: the parts of their groups are kept together."""
+    def _mostly_live_clients(self) -> set[int]:
+        """Clients with at least half of their servers live: parts of a group that they have begun go to them."""
         all_of = Counter(self._clients.client_of(one.name) for one in self._fleet.members if not one.has_left)
         live_of = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
         return {client for client, live in live_of.items() if 2 * live >= all_of[client]}
@@ -203,11 +204,11 @@ class Dispatch:
             work.resent.add(whole)
         self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
-        asked = Submit(ticket, whole, member.name, group, work.expected, left_s + _ANSWER_S, prompt, work.number, first)
-        self._clients.ask(asked)
+        limit_s = left_s + _CLIENT_GRACE_S
+        self._clients.ask(Submit(ticket, whole, member.name, group, work.expected, limit_s, prompt, work.number, first))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
-        """A group that is larger than the whole room goes alone: it could go nowhere else."""
+        """A group that is larger than the whole limit is sent to an idle server: it would fit nowhere else either."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
         has_sockets = member.sockets + group.sockets <= self._clients.room(member.name) or member.groups == 0
@@ -222,37 +223,38 @@ class Dispatch:
         return attempt
 
     def _count_near(self, work: Work, index: int, member: Endpoint, sign: int) -> None:
-        """Add what is asked for under `index` to what the member's client has of its group; `sign` -1: take it off."""
+        """Count the completions of request `index` as held by the member's client; `sign` -1: no longer."""
         if work.may_split:
             near = work.near.setdefault(work.part_of(index)[0], Counter())
             near[client := self._clients.client_of(member.name)] += sign * work.groups[index].count
             if not near[client]:
                 del near[client]
 
-    def _settle(self, event: Event) -> int | None:
-        """The group that has landed, if one has. Tickets that are no longer wanted are passed over."""
+    def _handle(self, event: Event) -> int | None:
+        """The index of the group that has landed, if one has. Tickets that are no longer wanted are ignored."""
         if isinstance(event, Graded):
             for work in self._open:
                 if event.ticket in work.landed:
                     index = work.landed[event.ticket]
                     work.ready.add(index)
                     now = self._fleet.spans.clock()
-                    self._show("grading", work.groups[index], self._landed_s.pop(event.ticket, now), now, event.ticket)
+                    landed_s = self._landed_s.pop(event.ticket, now)
+                    self._add_span("grading", work.groups[index], landed_s, now, event.ticket)
             return None
         if event.ticket not in self._attempts:
             return None
         attempt = self._forget(event.ticket)
         work, group = attempt.work, attempt.work.groups[attempt.index]
         landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
-        self._show(f"requests {attempt.member.name}", group, attempt.began_s, landed_s, event.ticket)
+        self._add_span(f"requests {attempt.member.name}", group, attempt.began_s, landed_s, event.ticket)
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
         if "abort" in event.reasons and attempt.index not in work.ended and not self._aborted(attempt, event):
             return None
         lost_under = work.sampled_under.get(attempt.index)
-        if lost_under is not None and any(of != version_number(lost_under) for of, _ in event.spans):
-            work.resent.add(work.part_of(attempt.index)[0])  # a sync has come since it was asked for again
+        if lost_under is not None and any(version != version_number(lost_under) for version, _ in event.spans):
+            work.resent.add(work.part_of(attempt.index)[0])  # there was a sync after the retry began
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index
         self._count_near(work, attempt.index, attempt.member, 1)
@@ -260,74 +262,74 @@ class Dispatch:
             attempt.member.delivered()
         return attempt.index
 
-    def _show(self, track: str, group: GenerateRequest, began_s: float, ended_s: float, ticket: int) -> None:
+    def _add_span(self, track: str, group: GenerateRequest, began_s: float, ended_s: float, ticket: int) -> None:
         spans = self._fleet.spans
         if spans.on:
             spans.add(track, group.request_id, began_s, ended_s, ticket)
 
-    def _again(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
+    def _retry(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
         work = attempt.work
         if attempt.index in work.ended:
-            return self._lose(work, attempt.index, _LATE)
+            return self._give_up(work, attempt.index, _LATE)
         work.retries += 1
         work.pending.appendleft(attempt.index)
         if was_sampled:
             self._note_sampled(attempt, attempt.index)
 
     def _note_sampled(self, attempt: _Attempt, index: int) -> None:
-        """What is asked for under `index` was sampled, in vain: the next attempt may come to something else."""
+        """The server may have begun to sample request `index`; a retry may then yield other completions."""
         work = attempt.work
         work.sampled_under[index] = attempt.version
         if not attempt.member.server.dialect.seeded:
             work.resent.add(work.part_of(index)[0])
 
-    def _lose(self, work: Work, index: int, why: str) -> None:
-        """Its completions are missing from the step."""
+    def _give_up(self, work: Work, index: int, why: str) -> None:
+        """The step goes on without the completions of request `index`."""
         log(f"rollout: request {work.groups[index].request_id} is given up: {why}")
         work.lost[index] = why
         if index in work.pending:
             work.pending.remove(index)
 
     def _failed(self, attempt: _Attempt, event: AttemptFailed) -> None:
-        """Raises RunAborted for a failure that another server would repeat, unless the group may be missing."""
+        """Raises RunAborted for a failure that another server would repeat, unless the work may lose completions."""
         work, member, request_id = attempt.work, attempt.member, attempt.work.groups[attempt.index].request_id
         if event.kind == "ours":
             raise RunAborted(f"request {request_id}: {event.text}")
         is_refused = event.kind == "refused"
-        if is_refused and 400 <= event.status < 500 and event.status not in (*BUSY, *_NOT_THE_SERVER):
+        if is_refused and 400 <= event.status < 500 and event.status not in (*BUSY, *_SERVER_CHANGED):
             if not work.may_lose:
                 raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
-            return self._lose(work, attempt.index, f"{member.name} refused it: {event.text}")
-        turned_away = is_refused and (event.status in BUSY or event.status < 500)
-        self._again(attempt, was_sampled=not turned_away)
+            return self._give_up(work, attempt.index, f"{member.name} refused it: {event.text}")
+        never_started = is_refused and (event.status in BUSY or event.status < 500)
+        self._retry(attempt, was_sampled=not never_started)
         if is_refused and event.status in BUSY:
-            came_into_pause = attempt.version != self._fleet.expected and event.status == 503
-            if came_into_pause and event.retry_after_s is None:  # so vLLM 0.33 answers while a sync has paused it
+            during_sync = attempt.version != self._fleet.expected and event.status == 503
+            if during_sync and event.retry_after_s is None:  # vLLM 0.33 answers so while a sync has paused it
                 return None
             with self._fleet.lock:
                 return member.back_off(event.retry_after_s)
         if event.kind == "unreachable" and attempt.index in work.ended:
             deadline_s = work.first_asked[attempt.index] + self._limits.request_timeout_s
             if member.delivered_s > deadline_s:
-                return None  # it has missed that this request was to end; one that hangs answers nobody
-        self._blame(attempt, event.text)
+                return None  # it answers other requests, so it does not hang: it only missed the abort of this one
+        self._count_failure(attempt, event.text)
 
     def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
-        """Aborted by a weight sync, or by the server unasked. Returns whether what it brought is used, since only a
-        part of the group is missing: that part is asked for again, with its own seeds."""
+        """A weight sync, or the server on its own, aborted completions. Returns whether the others are used: then only
+        the aborted ones are requested again, with their own seeds."""
         work = attempt.work
         aborts = work.aborts[attempt.index] = work.aborts.get(attempt.index, 0) + 1
         rest = [place for place, reason in enumerate(event.reasons) if reason == "abort"]
-        splits = work.may_split and aborts <= _MOST_ABORTS and len(rest) < len(event.reasons)
+        splits = work.may_split and aborts <= _MAX_ABORTS and len(rest) < len(event.reasons)
         work.completions_aborted += len(rest) if splits else len(event.reasons)
         if splits:
             work.retries += 1
             self._ask_for_rest(attempt, rest)
         else:
-            self._clients.cancel([event.ticket])  # drops what it brought
-            self._again(attempt)
-        if aborts > _MOST_ABORTS:
-            self._blame(attempt, f"it has ended the request {aborts} times, unasked")
+            self._clients.cancel([event.ticket])  # discards its completions
+            self._retry(attempt)
+        if aborts > _MAX_ABORTS:
+            self._count_failure(attempt, f"it has aborted the request {aborts} times on its own")
         return splits
 
     def _ask_for_rest(self, attempt: _Attempt, places: Sequence[int]) -> None:
@@ -340,22 +342,22 @@ class Dispatch:
             work.groups.append(group.part(place, 1))
             self._note_sampled(attempt, index)
 
-    def _blame(self, attempt: _Attempt, why: str) -> None:
-        """A failure of this server, and one of this request's few."""
+    def _count_failure(self, attempt: _Attempt, why: str) -> None:
+        """Mark the server out and count the failure against the request, which has `_MAX_FAILURES`."""
         work, member = attempt.work, attempt.member
-        if member.outages != attempt.outages:  # it broke many connections at once, and another's failure came first
+        if member.outages != attempt.outages:  # many connections broke at once: an earlier failure counted this outage
             return
-        said = work.failures.setdefault(attempt.index, [])
-        said.append(f"{member.name}: {why}")
+        failures = work.failures.setdefault(attempt.index, [])
+        failures.append(f"{member.name}: {why}")
         self._fleet.mark_out(member, why)
-        if len(said) >= _MOST_FAILURES:
-            why = f"has failed {len(said)} times: {'; '.join(said)}"
+        if len(failures) >= _MAX_FAILURES:
+            why = f"has failed {len(failures)} times: {'; '.join(failures)}"
             if not work.may_lose:
                 raise RunAborted(f"request {work.groups[attempt.index].request_id} {why}")
-            self._lose(work, attempt.index, why)
+            self._give_up(work, attempt.index, why)
 
-    def _drop_the_lost(self) -> None:
-        """Attempts on servers that have gone out go elsewhere; a probe, an answer or a sync may have marked them."""
+    def _requeue_lost(self) -> None:
+        """Retry attempts whose server has been marked out since, by a probe, another answer or a sync."""
         outages = sum(member.outages for member in self._fleet.endpoints)
         if outages == self._outages:
             return
@@ -363,11 +365,11 @@ class Dispatch:
         lost = [ticket for ticket, attempt in self._attempts.items() if attempt.member.outages != attempt.outages]
         self._clients.cancel(lost)
         for ticket in reversed(lost):
-            self._again(self._forget(ticket))
+            self._retry(self._forget(ticket))
 
     def _check_deadlines(self) -> bool:
         now, limit_s = self._clock(), self._limits.request_timeout_s
-        if now - self._checked_s < _TICK_S:  # thousands may wait, and events come by the hundred
+        if now - self._checked_s < _TICK_S:  # thousands of requests may wait, and hundreds of events arrive per tick
             return False
         self._checked_s = now
         waiting = [(work, index, "") for work in self._open for index in work.pending]
@@ -387,11 +389,11 @@ class Dispatch:
         return True
 
     def _end_late(self, late: Sequence[tuple[Work, int]]) -> None:
-        """What runs ends where it is, and what was not asked yet is missing."""
+        """Have servers abort what runs, whose tokens so far are kept; give up what is still pending."""
         for work, index in late:
             work.ended.add(index)
             if index in work.pending:
-                self._lose(work, index, _LATE)
+                self._give_up(work, index, _LATE)
         if late:
             self._clients.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
 

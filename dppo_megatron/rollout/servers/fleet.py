@@ -1,14 +1,14 @@
-"""Several servers as one: which of them answer, which have the present weights, and who has room for a request.
+"""All servers of a run and their states: which of them answer, and which have the current weights.
 
     rank 0, rollout thread: dispatch --> live, began, ended, back_off, failed     (dispatch.py: who gets which request)
             probe threads:  GET health ----> answers, or the member is out
-            main thread:    trains, or waits in `finish` for the rollout thread; a weight sync takes its turn there:
+            main thread:    trains, or waits in `finish` for the rollout thread; runs the weight syncs:
                             set_target(new) for all, synced(new) for each
 
 The rules:
 
-- A server that refuses connections, breaks one, answers what cannot be so, or does not answer its health probe is out.
-- A server that answers again is stale: it gets no request before it has had a complete weight sync.
+- A server is out if it refuses connections, breaks one, gives an invalid answer, or does not answer its health probe.
+- A server that answers again is stale: it gets no request before a complete weight sync.
 """
 
 from __future__ import annotations
@@ -34,20 +34,17 @@ from dppo_megatron.spans import recorder
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
-_ANSWER_S = 30.0
-"""At most, for a server that is out: the sync or the rollout waits meanwhile."""
+_REVIVE_S = 30.0
+"""Timeout for probes of servers that are out: the sync or the rollout waits for them."""
 
 
 @dataclass
 class _Probe:
-    """The health probe of one server that is under way, or was.
-
-    Its answer may be read much later, in the next rollout. It is about the server that was asked, so it counts only
-    while nothing has happened to that one: `asked` is its state then and how often it had been out.
-    """
+    """The last health probe of one server. Its answer may be read much later, in the next rollout, and counts only if
+    the server's state and number of outages are still those at the time of the probe (`asked_in`)."""
 
     begun: float = -math.inf
-    asked: tuple[str, int] = ("", 0)
+    asked_in: tuple[str, int] = ("", 0)
     answer: Future[None] | None = None
 
 
@@ -55,15 +52,15 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        clients: has the servers asked; needed for rollouts only.
+        clients: send requests to the servers; needed for rollouts only.
         are_own: this job has started the servers.
-        clock: seconds that only grow.
-        threads: where questions to servers wait for their answers.
-        health_file: gets the servers' states, for `watch`.
-        routers: in front of some of the servers; requests for those go through them.
-        update_membership: lets servers in and go; called where a server that is back could be used at once.
-        inspect: checks a server that was out and that this job has not started: it may be another one by now. Raises
-            UserError for one that does not fit. In the thread of a probe.
+        clock: monotonic seconds.
+        threads: where probes wait for answers.
+        health_file: receives the servers' states, for `watch`.
+        routers: in front of some of the servers, whose requests go through them.
+        update_membership: adds and removes servers; called when a server that is back could be used at once.
+        inspect: called in a probe's thread for a server that was out and that this job has not started, since another
+            server may have its address by now. Raises UserError if this run cannot use it.
     """
 
     def __init__(
@@ -80,23 +77,23 @@ class Fleet:
         inspect: Callable[[Member], None] = lambda member: None,
     ) -> None:
         self.lock = Condition()
-        """Held to change a member; never across a call to a server."""
+        """Held to change a member; never during a call to a server."""
         self.members = [Member(server, self.lock, clock, are_own) for server in servers]
         self.routers = [Router(router, self.lock, self.members, clock) for router in routers]
         self.clients = clients
-        self.spans = recorder()  # kept here for the rollout thread, whose own context has none
+        self.spans = recorder()  # for the rollout thread, whose own context has no recorder
         self._update_membership, self._inspect = update_membership, inspect
         self.limits, self.clock, self._health_file = config.limits, clock, health_file
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self.expected = ""
-        """The version that makes a server live."""
-        self._probing: dict[str, _Probe] = {asked.name: _Probe() for asked in self.endpoints}
-        self._taking = frozenset[str]()
+        """The weights version that a live server has."""
+        self._probes: dict[str, _Probe] = {endpoint.name: _Probe() for endpoint in self.endpoints}
+        self._syncing = frozenset[str]()
         self.tickets = count(1)
 
     @property
     def live(self) -> list[Member]:
-        """Servers with the present weights."""
+        """Servers with the current weights."""
         return [member for member in self.members if member.state == "live"]
 
     @property
@@ -105,65 +102,64 @@ class Fleet:
         return [*self.members, *self.routers]
 
     def targets_for(self, group: GenerateRequest) -> list[Endpoint]:
-        """Who may be asked for `group`: live routers that pass all of it on, and live servers behind none of them."""
+        """Where `group` may be sent: live routers that pass all of it on, and live servers behind none of them."""
         routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
         behind = {name for router in routers for name in router.server.named}
         return [*routers, *(member for member in self.live if member.name not in behind)]
 
     @property
     def reach(self) -> int:
-        """Most live servers that one client asks, itself or through a router: a group has as many parts."""
+        """Most live servers of one client or behind one router: the number of parts that a group may have."""
         assert self.clients is not None
-        asked = Counter(self.clients.client_of(member.name) for member in self.live)
+        per_client = Counter(self.clients.client_of(member.name) for member in self.live)
         behind = [len(router.server.named) for router in self.routers if router.state == "live"]
-        return max([1, *asked.values(), *behind])
+        return max([1, *per_client.values(), *behind])
 
     def health(self) -> dict[str, str]:
-        """live, or the state and its reason, by address."""
-        return {asked.name: asked.condition for asked in self.endpoints}
+        """Address -> live, or the state and its reason."""
+        return {endpoint.name: endpoint.condition for endpoint in self.endpoints}
 
     def expect(self, version: str) -> None:
-        """Only servers that have taken `version` are live from now on."""
+        """From now on only servers with the weights `version` are live."""
         with self.lock:
             self.expected = version
-            for asked in self.endpoints:
-                asked.set_target(version)
+            for endpoint in self.endpoints:
+                endpoint.set_target(version)
 
     @contextmanager
     def taking_weights(self, members: Iterable[Member]) -> Iterator[None]:
-        """They take weights meanwhile, and are not probed."""
-        self._taking = frozenset(member.name for member in members)
+        """These receive weights in the block and are not probed."""
+        self._syncing = frozenset(member.name for member in members)
         try:
             yield
         finally:
-            self._taking = frozenset()
+            self._syncing = frozenset()
 
     def mark_out(self, member: Endpoint, reason: str) -> None:
-        """No more requests; those in flight are closed and go elsewhere."""
+        """Send it no more requests, and close its connections; what was in flight there is retried elsewhere."""
         with self.lock:
-            news = member.failed(reason)
-        if news:
+            is_new = member.failed(reason)
+        if is_new:
             log(f"rollout: {member.name} is out: {reason}")
         member.server.http.close()
 
     def revive(self) -> None:
-        """Have `update_membership` add servers; then ask all that are out if they are back: those become stale."""
+        """Have `update_membership` add servers; then probe all that are out. Those that answer become stale."""
         self._update_membership(self)
-        self._ask([asked for asked in self.endpoints if asked.state == "out" and asked.may_be_asked])
+        self._probe_out([one for one in self.endpoints if one.state == "out" and one.may_be_asked])
 
-    def _ask(self, out: Sequence[Endpoint]) -> None:
-        """All at once whether they are back."""
-        timeout_s = min(_ANSWER_S, self.limits.probe_timeout_s)
-        asked = [(member, self._threads.submit(self._look_at, member, timeout_s)) for member in out]
-        for member, answer in asked:
-            self._has_answered(member, answer.exception())
+    def _probe_out(self, out: Sequence[Endpoint]) -> None:
+        """Probe these at the same time, and wait for their answers."""
+        timeout_s = min(_REVIVE_S, self.limits.probe_timeout_s)
+        probes = [(member, self._threads.submit(self._probe, member, timeout_s)) for member in out]
+        for member, answer in probes:
+            self._apply_probe(member, answer.exception())
 
-    def let_in(self, server: Server) -> Member:
-        """A server that has come, as a member: stale, until the next weight sync. One that has the address of a member
-        takes its place."""
+    def add(self, server: Server) -> Member:
+        """Add a server, stale until the next weight sync; if a member has its address, as that member's new server."""
         url = server.http.url
         with self.lock:
-            self._probing[url] = _Probe()  # an earlier question went to the server that had the address before
+            self._probes[url] = _Probe()  # an earlier probe was of the server that had the address before
             member = next((known for known in self.members if known.name == url), None)
             if member is None:
                 member = Member(server, self.lock, self.clock)
@@ -174,83 +170,83 @@ class Fleet:
             member.answered()
         return member
 
-    def let_go(self, member: Member, reason: str) -> None:
-        """Its owner has taken it away: no more requests and no more questions."""
+    def mark_left(self, member: Member, reason: str) -> None:
+        """Its owner has withdrawn it: no more requests and no more probes."""
         with self.lock:
-            news = member.removed(reason)
-        if news:
+            is_new = member.removed(reason)
+        if is_new:
             log(f"rollout: {member.name}: {reason}")
             member.server.http.close()
 
     def hanging(self) -> list[str]:
-        """The job's own servers that hang, by address. Each is asked once more: while the actor trains none is."""
+        """Addresses of the job's own servers that hang. Each is probed once more: none is while the actor trains."""
         start_s = self.limits.start_timeout_s
-        self._ask([member for member in self.members if member.hangs(start_s)])
+        self._probe_out([member for member in self.members if member.hangs(start_s)])
         return [member.name for member in self.members if member.hangs(start_s)]
 
     def starting(self) -> list[str]:
-        """Those that were started again and may still become ready in time, by address."""
+        """Addresses of servers that this job has restarted and that may still become ready in time."""
         start_s = self.limits.start_timeout_s
         return [member.name for member in self.members if member.is_starting and not member.hangs(start_s)]
 
     def restarted(self, why: Mapping[str, str]) -> None:
-        """The servers at these addresses were started again, and why."""
+        """The servers at these addresses were restarted; `why` by address."""
         for member in self.members:
             if member.name in why:
                 log(f"rollout: the launched server {member.name} {why[member.name]}; it is started again")
                 with self.lock:
-                    self._probing[member.name] = _Probe()  # an earlier question was to the process before
+                    self._probes[member.name] = _Probe()  # an earlier probe was of the previous process
                     member.restarted()
 
     def close(self) -> None:
         """Close every connection and end the threads."""
-        for asked in self.endpoints:
-            asked.server.http.close()
+        for endpoint in self.endpoints:
+            endpoint.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def probe_all(self) -> None:
-        """Start the health probes that are due and act on those that have come back.
+        """Start the health probes that are due, and apply the answers that have arrived.
 
-        Servers that take weights are not asked: a sync has a limit of its own. SGLang does not answer while it loads
-        weights from disk (0.5.23): marked out, it would lose that sync and what it has in flight.
+        Servers that receive weights are not probed: a sync has its own timeout, and SGLang does not answer while it
+        loads weights from disk (0.5.23). Marked out, it would lose that sync and its requests in flight.
         """
         now = self.clock()
         for member in self.endpoints:
-            probe = self._probing[member.name]
+            probe = self._probes[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
-                if probe.asked == (member.state, member.outages):
-                    self._has_answered(member, error)
+                if probe.asked_in == (member.state, member.outages):
+                    self._apply_probe(member, error)
             due = now - probe.begun > self.limits.probe_every_s
-            may_be_asked = member.name not in self._taking and (member.state != "out" or member.may_be_asked)
+            may_be_asked = member.name not in self._syncing and (member.state != "out" or member.may_be_asked)
             if probe.answer is None and due and may_be_asked:
-                probe.begun, probe.asked = now, (member.state, member.outages)
-                probe.answer = self._threads.submit(self._look_at, member, self.limits.probe_timeout_s)
+                probe.begun, probe.asked_in = now, (member.state, member.outages)
+                probe.answer = self._threads.submit(self._probe, member, self.limits.probe_timeout_s)
         if self._health_file is not None:
             self._health_file.write(self.endpoints)
 
-    def _look_at(self, asked: Endpoint, timeout_s: float) -> None:
-        """The health probe. Raises Unreachable or Refused, or UserError for a server that is back and another one."""
-        asked.server.healthy(timeout_s=timeout_s)
-        if isinstance(asked, Member) and asked.state == "out" and not asked.is_own:
-            self._inspect(asked)
+    def _probe(self, endpoint: Endpoint, timeout_s: float) -> None:
+        """Raises Unreachable or Refused, or UserError for a server that is back but cannot be used by this run."""
+        endpoint.server.healthy(timeout_s=timeout_s)
+        if isinstance(endpoint, Member) and endpoint.state == "out" and not endpoint.is_own:
+            self._inspect(endpoint)
 
-    def _has_answered(self, asked: Endpoint, error: BaseException | None) -> None:
-        if asked.state != "out":
+    def _apply_probe(self, endpoint: Endpoint, error: BaseException | None) -> None:
+        if endpoint.state != "out":
             if error is not None:
-                self.mark_out(asked, f"no answer to its health probe: {error}")
+                self.mark_out(endpoint, f"no answer to its health probe: {error}")
         elif error is None:
-            self._is_back(asked)
+            self._mark_back(endpoint)
         elif isinstance(error, (UserError, NotProven)):
-            if asked.reason != str(error):
-                log(f"rollout: {asked.name} answers again and is not used: {error}")
+            if endpoint.reason != str(error):
+                log(f"rollout: {endpoint.name} answers again and is not used: {error}")
             with self.lock:
-                asked.reject(str(error))
+                endpoint.reject(str(error))
 
-    def _is_back(self, member: Endpoint) -> None:
+    def _mark_back(self, member: Endpoint) -> None:
         with self.lock:
             member.answered()
-        # a probe that was begun while it hung may fail only now, and would mark it out again
-        self._probing[member.name].answer = None
+        # discard the answer of a probe begun while the server hung: it may fail only now, and mark it out again
+        self._probes[member.name].answer = None
         waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
         log(f"rollout: {member.name} answers again; it gets requests {waits_for}")

@@ -1,7 +1,7 @@
-"""servers.json: the fleet's state of its servers, for `dppo-megatron watch`, which has only files. Decides nothing.
+"""servers.json: the states of a run's servers, for `dppo-megatron watch`, which reads only files. Nothing else uses it.
 
-The rollout thread writes it between two rounds of health probes: at once where a state has changed, else every
-`_EVERY_S`. A file that cannot be written is ignored: the run's record is on the same disk, and reports that.
+The rollout thread writes it between two rounds of health probes: at once if a state has changed, else every `_EVERY_S`.
+A failure to write it is ignored: the run's record is on the same disk, and its writer reports the failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.files import open_to_read, write_text
 
-if TYPE_CHECKING:  # a reader needs no torch, which the servers' dialects do
+if TYPE_CHECKING:  # readers of the file start without torch, which member.py imports
     from dppo_megatron.rollout.servers.member import Endpoint
 
 HEALTH = "servers.json"
@@ -33,7 +33,7 @@ class ServerHealth:
     reason: str
     outages: int
     completions: int
-    """In flight there."""
+    """Completions in flight."""
     asleep: bool
 
 
@@ -41,7 +41,7 @@ class HealthFile:
     """Writes the file of one run.
 
     Args:
-        directory: of the run. One without a run.json is no run's, such as an evaluation's; nothing is written there.
+        directory: of the run. Nothing is written to one without a run.json, such as that of an evaluation.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,7 +50,7 @@ class HealthFile:
         self._written = float("-inf")
 
     def write(self, members: Sequence[Endpoint]) -> None:
-        """Write, if there is news or the last time is some seconds ago."""
+        """Write if a state has changed, or `_EVERY_S` after the last time."""
         now, states = time.monotonic(), [member.condition for member in members]
         if states == self._states and now - self._written < _EVERY_S:
             return
@@ -64,7 +64,7 @@ class HealthFile:
 
 
 def read_health(path: Path) -> tuple[list[ServerHealth], float]:
-    """The servers and when they were looked at, in seconds since 1970; none where there is no such file."""
+    """The servers, and when the file was written, in seconds since 1970; ([], 0.0) without a valid file."""
     try:
         with open_to_read(path) as file:
             value = json.loads(file.read())

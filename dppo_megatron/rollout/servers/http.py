@@ -1,25 +1,25 @@
-"""HTTP to an engine's server, with what a trainer needs and a convenience library hides.
+"""HTTP to an engine's server, with the limits and checks that a trainer needs.
 
-aiohttp keeps the connections. `Transport` is used in an event loop with thousands of requests (`rollout/client`);
-`Http` is the same for threads, a few calls at a time: questions, pausing, weights. Its calls wait here:
+aiohttp manages the connections. `Transport` is for an event loop with thousands of requests (`rollout/client`);
+`Http` is for threads with a few calls at a time (server information, pausing, weights):
 
     thread of the caller    get, post, do --- waits for its answer ---.                 close: cancels all calls
-    thread "servers"                one event loop for all servers of the process: connects, asks, reads
+    thread "servers"                one event loop for all servers of the process: connects, sends, reads
 
-Beyond aiohttp:
+In addition to what aiohttp does:
 
-- A deadline is for a whole call: connecting, sending, and every byte of the answer. Trickling bytes do not extend it.
-- An answer has a size that it may not pass, and only 2xx is success: a redirect is a wrong address, not weights.
-  Nothing is decompressed: a small answer can unpack to gigabytes.
+- A deadline covers a whole call: connecting, sending, and every byte of the answer. Trickling bytes do not extend it.
+- An answer has a maximum size, and only 2xx is success: a redirect means a wrong address. Nothing is decompressed: a
+  small answer can unpack to gigabytes.
 - A server that closes an idle connection has not failed (`Stale`).
 - A call of `Http` ends when the server no longer listens. vLLM (0.32.0) stops listening when one of its engines has
-  died, and then waits for good for what that engine was asked.
-- The other end of a new connection proves that it has the server's key before anything is sent to it. Anybody can read
-  a launched server's port in its command line before it is bound; another user's program that binds it first would get
-  the key with the first health probe, and its completions would be trained on. A connection stays with the process
-  that accepted it, so starts, restarts and new servers need no further rule. It is plain HTTP all the same: a man in
-  the middle between two machines reads and writes what follows.
-- An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is read.
+  died, but never ends the calls that wait for that engine.
+- The other end of a new connection must prove that it has the server's key before anything is sent to it. Any user can
+  read a launched server's port in its command line before the server binds it. Another user's program that binds it
+  first would get the key with the first health probe, and its completions would be trained on. A connection stays with
+  the process that accepted it, so this covers starts, restarts and new servers. It is still plain HTTP: a man in the
+  middle between two machines can read and change all that follows.
+- An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is used.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from dppo_megatron.types import RunAborted, UserError
 T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Of questions and weight calls; checksums of a large model are a few MB."""
+"""Except completions, which have their own limit; checksums of a large model are a few MB."""
 OUR_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL))
 STALE_TRIES = 3
-"""Of one call over kept connections. At the first break the loop also sees all others that were closed by then."""
+"""Attempts of one call over kept connections. When one breaks, the event loop also drops all others closed by then."""
 ERROR_BYTES = 64 << 10
-_LARGEST_PROOF = 8192
+_MAX_PROOF_BYTES = 8192
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
-_LOOK_S = 1.0
-"""Between two looks at whether a server that has not answered yet still listens."""
+_LISTENS_S = 1.0
+"""Interval of the checks that a server that has not answered yet still listens."""
 _READERS = 8
-"""Answers that are read at a time."""
-_PATIENCE_S, _SLOW_BYTES = 0.5, 256 << 10
-"""A body that brings less in this time is slow."""
+"""Answers that are read at the same time."""
+_SLOW_S, _SLOW_BYTES = 0.5, 256 << 10
+"""A body is slow if fewer bytes arrive in this time."""
 
 
 class OurFault(Exception):
-    """This machine lacks files, memory or ports (`OUR_ERRORS`): no server is to blame."""
+    """This machine lacks files, memory or ports (`OUR_ERRORS`): no server is at fault."""
 
 
 class Unreachable(Exception):
@@ -77,22 +77,22 @@ class Unreachable(Exception):
 
 
 class Stale(Unreachable):
-    """A kept connection broke before an answer. Most often it had been closed while idle; but the server may have read
-    the request, so completions are asked for again under another id: SGLang refuses one that it has."""
+    """A kept connection broke before an answer. Usually it was closed while idle; but the server may have read the
+    request, so completions are requested again under another id, since SGLang refuses an id that it has already."""
 
 
 class Refused(Exception):
-    """The server answered with another status than 2xx."""
+    """The server answered with a status other than 2xx."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {message}")
         self.status = status
         self.retry_after_s = retry_after_s
-        """What the server asks for with 429 or 503."""
+        """The server's Retry-After, usually with 429 or 503."""
 
 
 class NotProven(Unreachable):
-    """What answers at a server's address is not that server (`_is_proven`)."""
+    """The program that answers at a server's address has not proven that it is that server (`_is_proven`)."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -102,38 +102,38 @@ class NotProven(Unreachable):
 
 
 class BadAnswer(Unreachable):
-    """An answer with status 2xx that is not what was asked for: as good as none."""
+    """An invalid answer with status 2xx, which counts as no answer."""
 
 
 def clean_key(key: str, where: str) -> str:
-    """An API key without the white space around it: mounted secrets end in a newline.
+    """An API key without surrounding white space: mounted secrets end in a newline.
 
     Raises:
-        UserError: no header can hold it. The message names `where` it came from and shows nothing of it.
+        UserError: no header can hold it. The message names its source, `where`, and shows no part of the key.
     """
     key = key.strip()
     if any(not "!" <= character <= "~" for character in key):
-        raise UserError(f"the API key in {where} holds white space or a character outside ASCII, which no header may")
+        raise UserError(f"the API key in {where} has white space or non-ASCII characters, which no header can hold")
     return key
 
 
 class Done(msgspec.Struct):
-    """The answer to a command: nothing, null, or an object. One without success, with any status, is `Refused`."""
+    """The answer to a command: empty, null, or an object. success = false is `Refused`, even with status 2xx."""
 
     success: bool = True
     error: Any = None
     detail: Any = None
     message: Any = None
 
-    def said(self, otherwise: str) -> str:
-        """The reason, in FastAPI's and both engines' forms."""
-        found = self.error or self.detail or self.message
-        return str(found.get("message", found) if isinstance(found, dict) else found or otherwise)
+    def reason(self, default: str) -> str:
+        """Why it failed, as FastAPI or either engine writes it; `default` if it gives no reason."""
+        given = self.error or self.detail or self.message
+        return str(given.get("message", given) if isinstance(given, dict) else given or default)
 
 
 @dataclass
 class Peer:
-    """A server as it is reached. `proves` and `api_key`: see `Http`."""
+    """How a server is reached. `proves` and `api_key`: see `Http`."""
 
     url: str
     api_key: str = field(default="", repr=False)
@@ -141,10 +141,10 @@ class Peer:
 
 
 class Transport:
-    """Requests to servers. Made and used in a running event loop.
+    """Requests to servers. Created and used in a running event loop.
 
     Args:
-        sockets: that may be open at a time; 0: no limit.
+        sockets: maximum number open at a time; 0: no limit.
     """
 
     def __init__(self, sockets: int = 0) -> None:
@@ -159,9 +159,9 @@ class Transport:
         self._reading = asyncio.Semaphore(_READERS)
 
     def know(self, peer: Peer) -> None:
-        """Connections to its address are proven from now on, if it `proves`."""
+        """From now on, new connections to its address must be proven, if it `proves`."""
         if peer.proves is not False:
-            self._connector.provers[_place(peer.url)] = peer
+            self._connector.provers[_host_and_port(peer.url)] = peer
 
     async def request(self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int) -> bytearray:
         """The body of a 2xx answer. Raises Unreachable (Stale among them), Refused, BadAnswer or OurFault."""
@@ -172,10 +172,10 @@ class Transport:
             return await self._exchange(peer, method, url, body, max_bytes)
         except (Unreachable, Refused):
             raise
-        except Exception as error:  # whatever a server can make aiohttp raise
+        except Exception as error:  # a server can make aiohttp raise anything
             if isinstance(error, OSError) and error.errno in OUR_ERRORS:
                 raise OurFault(error.strerror) from None
-            # A reset is an OSError of aiohttp's own, not a ConnectionResetError.
+            # aiohttp raises an OSError of its own for a reset, not ConnectionResetError
             broke = isinstance(error, aiohttp.ServerDisconnectedError | OSError)
             kind = Stale if broke and not connection.is_new else Unreachable
             raise kind(f"{url}: {brief(getattr(error, 'os_error', error), peer.api_key)}") from None
@@ -183,7 +183,7 @@ class Transport:
     async def repeat(
         self, peer: Peer, method: str, path: str, body: bytes | None, max_bytes: int, timeout_s: float
     ) -> bytearray:
-        """As `request`, for what may be asked more than once: again over a new connection if a kept one broke."""
+        """As `request`, for calls that may be repeated: tries another connection if a kept one broke."""
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(STALE_TRIES - 1):
@@ -194,26 +194,25 @@ class Transport:
             raise Unreachable(f"{peer.url}{path}: no complete answer after {timeout_s:g} s") from None
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def _exchange(self, peer: Peer, method: str, url: str, body: bytes | None, max_bytes: int) -> bytearray:
         headers = {"Authorization": f"Bearer {peer.api_key}"} if peer.api_key else {}
         async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
-            good = 200 <= response.status < 300
-            limit = max_bytes if good else ERROR_BYTES
+            is_ok = 200 <= response.status < 300
+            limit = max_bytes if is_ok else ERROR_BYTES
             content = bytearray()
             async with _read_slot(self._reading, content):
                 async for part in response.content.iter_any():
                     content += part
                     if len(content) > limit:
                         response.close()
-                        if good:
+                        if is_ok:
                             raise BadAnswer(f"{url}: an answer of more than {max_bytes} bytes")
                         break
-            if not good:
-                said = excerpt(bytes(content), peer.api_key)  # a proxy may send our headers back
-                raise Refused(response.status, said, retry_after_s(response.headers.get("Retry-After")))
+            if not is_ok:
+                detail = excerpt(bytes(content), peer.api_key)  # without the key: a proxy may send our headers back
+                raise Refused(response.status, detail, retry_after_s(response.headers.get("Retry-After")))
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise BadAnswer(f"{url}: an encoding that was not asked for")
             return content
@@ -226,7 +225,7 @@ class Http:
         url: http(s)://host:port, with an optional path prefix.
         api_key: sent as a bearer token; appears in no message and no repr.
         proves: whether the other end of each connection must prove that it has the key before anything is sent; None:
-            if the first one does. Not over TLS, where a certificate does it, and not without a key.
+            if it does so on the first connection. False over TLS, where a certificate proves it, and without a key.
     """
 
     def __init__(self, url: str, api_key: str = "", *, proves: bool | None = False) -> None:
@@ -238,15 +237,15 @@ class Http:
         self._calls: set[Future[bytearray]] = set()
         self._transport: Transport | None = None
         self._drop: Callable[[], object] = lambda: None
-        """Closes it, also when this is collected."""
+        """Closes the transport; also called when this object is garbage-collected."""
 
     @property
     def proves(self) -> bool | None:
-        """As given, or as the first connection has shown."""
+        """The argument; if that is None, whether the first connection was proven."""
         return self._peer.proves
 
     def get(self, path: str, kind: type[T], *, timeout_s: float) -> T:
-        """The answer as `kind`, a struct of msgspec's. Raises Unreachable, Refused or BadAnswer."""
+        """The answer as `kind`, a msgspec type. Raises Unreachable, Refused or BadAnswer."""
         return self._decoded(path, kind, self._request("GET", path, None, timeout_s, MAX_ANSWER_BYTES))
 
     def find(self, path: str, kind: type[T], *, timeout_s: float) -> T | None:
@@ -264,11 +263,11 @@ class Http:
         return self._decoded(path, kind, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
 
     def do(self, path: str, body: Any = None, *, timeout_s: float) -> None:
-        """A command. Raises as `get`."""
+        """Post a command that returns nothing. Raises as `get`."""
         self.post(path, Done, body or {}, timeout_s=timeout_s)
 
     def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Bytes for bytes. Raises as `get`."""
+        """Post `payload`; the body of the answer as bytes. Raises as `get`."""
         return self._request("POST", path, payload, timeout_s, max_bytes)
 
     def close(self) -> None:
@@ -286,13 +285,14 @@ class Http:
         except BadAnswer as error:
             raise BadAnswer(f"{self.url}{path}: {error}") from None
         if isinstance(answer, Done) and (answer.error or not answer.success):
-            raise Refused(409, f"{path}: {hidden(answer.said('it says no'), self.api_key)[:500]}")
+            reason = answer.reason("it reports a failure without a reason")
+            raise Refused(409, f"{path}: {hidden(reason, self.api_key)[:500]}")
         return answer
 
     def _request(self, method: str, path: str, body: bytes | None, timeout_s: float, max_bytes: int) -> bytes:
         async def answer() -> bytearray:
-            asked = self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
-            return await _while_it_listens(asked, self.url, path)
+            request = self._connected().repeat(self._peer, method, path, body, max_bytes, timeout_s)
+            return await _while_it_listens(request, self.url, path)
 
         with self._lock:
             call = asyncio.run_coroutine_threadsafe(answer(), _loop_of(os.getpid()))
@@ -300,16 +300,16 @@ class Http:
         try:
             return bytes(call.result())
         except CancelledError:
-            raise Unreachable(f"{self.url}{path}: the call was cut") from None
+            raise Unreachable(f"{self.url}{path}: the call was cancelled") from None
         except OurFault as error:
             raise RunAborted(f"the trainer cannot open a connection to {self.url}: {error}") from None
         finally:
-            call.cancel()  # a KeyboardInterrupt may have ended the wait before the call
+            call.cancel()  # after a KeyboardInterrupt the call may still be running
             with self._lock:
                 self._calls.discard(call)
 
     def _connected(self) -> Transport:
-        """In the loop. A forked child has another loop, and so other connections."""
+        """Called in the event loop. A forked child has its own loop, and so its own connections."""
         with self._lock:
             if self._transport is None or self._transport.loop is not asyncio.get_running_loop():
                 self._transport = Transport()
@@ -319,50 +319,50 @@ class Http:
 
 
 def listens(url: str) -> bool:
-    """Whether connections to `url` are taken. Where that is slow to be seen, they are."""
+    """Whether something listens at `url`: False only if the connection is refused, not if it times out."""
     try:
-        socket.create_connection(_place(url), _LOOK_S).close()
+        socket.create_connection(_host_and_port(url), _LISTENS_S).close()
     except OSError as error:
         return not isinstance(error, ConnectionRefusedError)
     return True
 
 
-async def _while_it_listens(asked: Coroutine[Any, Any, bytearray], url: str, path: str) -> bytearray:
-    """The answer to a request. Raises Unreachable if it is still open while nobody listens at `url` any more."""
-    asking = asyncio.ensure_future(asked)
+async def _while_it_listens(request: Coroutine[Any, Any, bytearray], url: str, path: str) -> bytearray:
+    """The answer to `request`. Raises Unreachable if it is still pending and nothing listens at `url` any more."""
+    pending = asyncio.ensure_future(request)
     try:
-        while not (await asyncio.wait([asking], timeout=_LOOK_S))[0]:
-            if not await asyncio.to_thread(listens, url) and not asking.done():
+        while not (await asyncio.wait([pending], timeout=_LISTENS_S))[0]:
+            if not await asyncio.to_thread(listens, url) and not pending.done():
                 raise Unreachable(f"{url}{path}: no answer, and it no longer listens")
-        return asking.result()
+        return pending.result()
     finally:
-        asking.cancel()
+        pending.cancel()
 
 
 @functools.cache
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:
-    """The event loop of a process, by its id: a forked child has none of its parent's threads."""
+    """The event loop of a process, by process id: a forked child has none of its parent's threads."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
     return loop
 
 
 def _close(transport: Transport) -> None:
-    """From any thread; does not wait."""
+    """May be called in any thread; does not wait."""
     asyncio.run_coroutine_threadsafe(transport.close(), transport.loop)
 
 
 @dataclass
 class _Connection:
     is_new: bool = False
-    """Made for it, not kept from an earlier one."""
+    """Opened for this request, not kept from an earlier one."""
 
 
 _CONNECTION: ContextVar[_Connection] = ContextVar("connection")
 
 
 class _ToPeers(aiohttp.TCPConnector):
-    """Connections whose other end has proven that it is the server, where that can."""
+    """A connector that has the other end of new connections prove that it is the server, for peers in `provers`."""
 
     provers: dict[tuple[str | None, int], Peer]
 
@@ -373,63 +373,63 @@ class _ToPeers(aiohttp.TCPConnector):
     async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:
         """The method that aiohttp documents for connectors to override."""
         _CONNECTION.get().is_new = True
-        made = await super()._create_connection(req, traces, timeout)
-        peer = self.provers.get(_place(str(req.url)))
+        protocol = await super()._create_connection(req, traces, timeout)
+        peer = self.provers.get(_host_and_port(str(req.url)))
         if peer is None or peer.proves is False:
-            return made
-        if await _is_proven(made, peer.api_key):
+            return protocol
+        if await _is_proven(protocol, peer.api_key):
             peer.proves = True
-            return made
+            return protocol
         if peer.proves:
             raise NotProven(peer.url)
-        peer.proves = False  # a server without our check: the user's address is trusted
+        peer.proves = False  # a server without our check: the address that the user gave is trusted
         return await super()._create_connection(req, traces, timeout)
 
 
-async def _is_proven(made: Any, key: str) -> bool:
-    """Whether the other end of `made`, a new connection of aiohttp's, has the server's key; else it is closed."""
-    transport, nonce = made.transport, secrets.token_hex(32).encode()
+async def _is_proven(protocol: Any, key: str) -> bool:
+    """Whether the other end of a new connection (aiohttp's `protocol`) has the server's key; if not, it is closed."""
+    transport, nonce = protocol.transport, secrets.token_hex(32).encode()
     wanted = b"\r\n%s: %s\r\n" % (PROOF_HEADER, proof(key, nonce, transport.get_extra_info("peername")[:2]))
-    reader = asyncio.StreamReader(limit=_LARGEST_PROOF)
+    reader = asyncio.StreamReader(limit=_MAX_PROOF_BYTES)
     transport.set_protocol(asyncio.StreamReaderProtocol(reader))
     try:
         transport.write(b"GET %s?%s HTTP/1.1\r\nHost: server\r\n\r\n" % (PROOF_PATH.encode(), nonce))
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             head = await reader.readuntil(b"\r\n\r\n")
             if head.startswith(b"HTTP/1.1 204 ") and wanted in head.lower():
-                transport.set_protocol(made)
+                transport.set_protocol(protocol)
                 return True
         return False
     finally:
-        if transport.get_protocol() is not made:
+        if transport.get_protocol() is not protocol:
             transport.abort()
 
 
-def _place(url: str) -> tuple[str | None, int]:
+def _host_and_port(url: str) -> tuple[str | None, int]:
     parts = urlsplit(url)
     return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
 
 
 @contextlib.asynccontextmanager
 async def _read_slot(slots: asyncio.Semaphore, content: bytearray) -> AsyncIterator[None]:
-    """The right to read an answer's body into `content`, until it is read or turns out to be slow.
+    """Holds one of `slots` while a body is read into `content`, or until the body turns out to be slow.
 
-    An answer of 48,000 tokens is 8 MB, and a thousand may come at once: those that wait stay at the servers. A slow one
-    loses its slot and is read beside the others, which it would delay: at such a rate it takes little memory.
+    An answer of 48,000 tokens is 8 MB, and a thousand may arrive at once: those without a slot stay at the servers. A
+    slow one gives its slot up, so that it does not delay others, and is read on: at its rate it takes little memory.
     """
     loop, seen = asyncio.get_running_loop(), 0
     timer: asyncio.TimerHandle | None = None
 
-    def look() -> None:
+    def check_rate() -> None:
         nonlocal seen, timer
         if len(content) - seen < _SLOW_BYTES:
             timer = None
             slots.release()
         else:
-            seen, timer = len(content), loop.call_later(_PATIENCE_S, look)
+            seen, timer = len(content), loop.call_later(_SLOW_S, check_rate)
 
     await slots.acquire()
-    timer = loop.call_later(_PATIENCE_S, look)
+    timer = loop.call_later(_SLOW_S, check_rate)
     try:
         yield
     finally:
@@ -439,7 +439,7 @@ async def _read_slot(slots: asyncio.Semaphore, content: bytearray) -> AsyncItera
 
 
 def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
-    """Raises BadAnswer for what is not of the decoder's type."""
+    """Raises BadAnswer for content that is not of the decoder's type."""
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -447,7 +447,7 @@ def decoded(decoder: msgspec.json.Decoder[T], content: bytes) -> T:
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for; None without one that counts seconds."""
+    """Seconds of a Retry-After header; None if there is none, or if it names a date."""
     try:
         seconds = float(header or "")
     except ValueError:
@@ -456,7 +456,7 @@ def retry_after_s(header: str | None) -> float | None:
 
 
 def brief(error: BaseException, key: str = "") -> str:
-    """An error in a line, without `key`: libraries quote what they could not read, which may be a whole answer."""
+    """An error in one short line, without `key`: libraries quote text that they cannot parse, even a whole answer."""
     return f"{type(error).__name__}: {one_line(hidden(str(error), key), 200)}"
 
 
@@ -464,12 +464,12 @@ def excerpt(content: bytes, key: str = "") -> str:
     """The message of an error body, without `key`."""
     text = content.decode(errors="replace")
     with contextlib.suppress(BadAnswer):
-        text = decoded(msgspec.json.Decoder(Done), content).said(text)
+        text = decoded(msgspec.json.Decoder(Done), content).reason(text)
     return hidden(text, key)[:500]
 
 
 def hidden(text: str, key: str) -> str:
-    """`text` with *** for `key`, also where it is quoted. Call it before truncating text: half a key is secret too."""
+    """`text` with *** for `key`, also in quoted forms. Call it before truncating: half a key is secret too."""
     for form in (key, json.dumps(key)[1:-1], repr(key)[1:-1]):
         text = text.replace(form, "***") if form else text
     return text

@@ -1,6 +1,6 @@
-"""What the fleet asks of one engine's server, whichever engine it is: `vllm.py` and `sglang.py` speak it.
+"""The interface of one engine's server, whichever engine it is; `vllm.py` and `sglang.py` implement it.
 
-A dialect only translates. Which server is asked, how often, and what a failure means is decided in `dispatch.py`.
+They only translate calls. Which server gets a request, how often, and what a failure means is decided in `dispatch.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dppo_megatron.types import UserError
 InFlight = Literal["finish", "abort", "continue"]
 DeviceMemory = Literal["weights", "kv_cache"]
 Offer: TypeAlias = dict[str, Any] | str
-"""How a worker maps memory of the trainer: JSON for vLLM, a pickle of handles in base64 for SGLang."""
+"""A handle by which a worker maps memory of the trainer: JSON for vLLM, a pickle of handles in base64 for SGLang."""
 DEVICE_MEMORY: frozenset[DeviceMemory] = frozenset(("weights", "kv_cache"))
 
-# `Http.get` and `Http.post` decode a server's answers into types like these: one that lacks a field, or has a value out
-# of its bounds, is a `BadAnswer`, a failure of that server. Other fields are skipped. Commands answer `http.Done`.
+# `Http.get` and `Http.post` decode answers into types like these. An answer that lacks a field, or has a value out of
+# bounds, is a `BadAnswer`: a failure of that server. Unknown fields are skipped. Commands return `http.Done`.
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
 Version: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9][0-9A-Za-z.+_-]{0,63}\Z")]
 Workers: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -39,7 +39,7 @@ Nccl: TypeAlias = dict[Text, Text]
 
 class HeldTensors(msgspec.Struct):
     checksums: dict[Text, Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16,64}\Z")]]
-    """SHA-256, or its first digits, by name of a tensor."""
+    """Tensor name -> SHA-256, or its first digits."""
 
 
 class NamedWeights(msgspec.Struct):
@@ -47,7 +47,7 @@ class NamedWeights(msgspec.Struct):
 
 
 class ModelFile(msgspec.Struct):
-    """A checkpoint's config.json, at the path that a server names."""
+    """A checkpoint's config.json, at the path that a server reports."""
 
     architectures: Annotated[list[Text], msgspec.Meta(min_length=1)]
     vocab_size: Tokens
@@ -64,29 +64,29 @@ class ServerInfo:
     architecture: str | None
     vocab_size: int | None
     channels: tuple[str, ...]
-    """Sync channels that it is started for."""
+    """Sync channels that the server was started with."""
     world_size: int
     logprobs_are_processed: bool | None
     """Log-probabilities are taken after temperature, top_p and top_k, as the loss needs them."""
     max_top_k: int | None = None
-    """Log-probabilities under top_p or top_k are given for a top_k of at most this; None: always."""
+    """Largest top_k for which it returns log-probabilities under top_p or top_k; None: any."""
     top_p_after_top_k: bool = True
-    """top_p is measured on what top_k leaves, as everywhere else; not on the whole distribution."""
+    """top_p applies to the tokens that top_k leaves, as in other engines; False: to the whole distribution."""
     returns_experts: bool = False
-    """Completions come with the experts of their tokens where they are asked for: as arrays, of our path alone."""
+    """It can return the experts that tokens were routed to; only this project's path for answers as arrays does."""
     devices: tuple[str, ...] = ()
     """UUID of each worker's GPU, or `cpu`, replica by replica; empty: not reported."""
     nccl: dict[str, str] = field(default_factory=dict)
-    """`dppo_wire.nccl_settings()` there; empty: not reported."""
+    """`dppo_wire.nccl_settings()` in the server's process; empty: not reported."""
     pauses: bool = True
-    """`pause` stops requests under way."""
+    """`pause` also stops requests that are running."""
     quantization: str = ""
-    """The engine's name of how it holds weights; empty: as the model has them."""
+    """The engine's name for the quantization of its weights; empty: as in the model's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNote:
-    """What a receiver must know of a tensor before its bytes arrive."""
+    """What a receiver must know about a tensor before its bytes arrive."""
 
     name: str
     dtype: str
@@ -96,24 +96,26 @@ class TensorNote:
 
 BroadcastBackend = Literal["gloo", "nccl"]
 CHUNK_BYTES = 4 << 20
-"""Of the chain. Smaller ones fill it sooner, larger ones wake fewer threads; a chain of n workers lags by n chunks."""
+"""Of the broadcast chain (`dppo_wire.py`). Worker n lags by n chunks: small ones shorten that, large ones wake threads
+less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRendezvous:
-    """Where the members of one group find each other, and what they agree on."""
+    """Where the members of one broadcast group meet, and the settings that they share."""
 
     name: str
-    """Unique in this process and at the server: torch keeps a register of names."""
+    """Unique in this process and at the server, as torch requires of the names of groups."""
     backend: BroadcastBackend
     host: str
     store: TCPStore
     world_size: int
     joining: timedelta
+    """Timeout for all members to join."""
     timeout: timedelta
     """For one transfer."""
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Goes to servers with the request to join; members show each other that they know it, where both ends are ours."""
+    """Sent to servers in the request to join. Members prove to each other that they know it, if both run our code."""
 
 
 class Generator(Protocol):
@@ -123,97 +125,97 @@ class Generator(Protocol):
 
     @property
     def dialect(self) -> AnyDialect:
-        """How it is asked for completions; final once it has described itself."""
+        """Translates requests and answers; does not change after `describe`."""
 
     def healthy(self, *, timeout_s: float) -> None:
         """Raise Unreachable or Refused (see `http.py`) unless it answers and could generate."""
 
 
 class Server(Generator, Protocol):
-    """One server. Every method raises as `healthy` does, and reaches every replica."""
+    """One server. Every method raises as `healthy` does, and acts on every replica."""
 
     engine: ClassVar[str]
     runs_our_receiver: ClassVar[bool]
-    """Its workers receive broadcasts by `in_engine/dppo_wire.py`; else as torch's process groups do."""
+    """Its workers receive broadcasts through `in_engine/dppo_wire.py`, otherwise through torch's process groups."""
     replicas: int
-    """Data-parallel engines behind its address, each with its cache and batch; final, as `world_size` is, once it has
-    described itself."""
+    """Data-parallel engines behind its address, each with its own cache and batch. Known, as `world_size`, after
+    `describe`."""
     world_size: int
     """Workers of all its replicas: those that take part in a broadcast."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
-        """What it is and serves. Raises UserError if it is too old."""
+        """Its version, model and settings. Raises UserError if it is too old."""
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """Stop generating; `finish` waits for running requests, `continue` freezes them."""
+        """Stop generating. Running requests: `finish` waits for them, `abort` ends them, `continue` freezes them."""
 
     def resume(self, *, timeout_s: float) -> None:
         """Generate again after `pause`."""
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        """Leaves no cached prefix: its keys and values would belong to the old weights."""
+        """Load a checkpoint and drop all cached prefixes: their keys and values belong to the old weights."""
 
     def weights_version(self, *, timeout_s: float) -> str:
-        """The name that the last load or update gave its weights."""
+        """The version name that the last load or update gave its weights."""
 
     @property
     def shows_checksums(self) -> bool:
-        """Its `checksums` are of whole tensors and of the bytes that were sent: there is something to compare."""
+        """Whether `checksums` can be compared: they are of whole tensors, and of the bytes that were sent."""
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """SHA-256 of the tensors that each replica can show, by its own names."""
+        """Per replica, the engine's tensor name -> SHA-256, for the tensors that it can hash."""
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
-        """End what still runs, or keep it for `resume`, and free all device memory, of which `awake` is what is not
-        free already."""
+        """Release all device memory; `awake` is what it still holds. Running requests are aborted, or kept for `resume`
+        if `keeps`."""
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
-        """Take one of them back, once: SGLang's scheduler ends when it is asked for what it has."""
+        """Allocate this memory again. Never call it twice: SGLang's scheduler exits if it already has the memory."""
 
     # ------------------------------------------------ weights in buckets, between `begin_update` and `end_update`
 
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
-        """Have the workers join a broadcast group as ranks `first_rank` and following, and leave an earlier one. Other
-        servers' workers have the ranks before and after. Returns when all members have joined."""
+        """Have the workers leave any earlier broadcast group and join this one, as ranks `first_rank` and following;
+        the other ranks are other servers' workers. Returns when all members have joined."""
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """A server that was left in the middle of an earlier update begins afresh."""
+        """Start an update; one that was interrupted earlier is discarded."""
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Take part in one broadcast, of these tensors end to end."""
+        """Take part in one broadcast, of these tensors concatenated."""
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Take these tensors from memory of the trainer's ranks; one offer for each worker, in their order."""
+        """Read these tensors from memory of the trainer's ranks: one offer per worker, in the order of the workers."""
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        """Leaves no cached prefix, as `load_from_disk`."""
+        """Name the new weights `version` and drop all cached prefixes, as `load_from_disk`."""
 
 
 def architecture_of(root: str) -> tuple[str | None, int | None]:
-    """Architecture and vocabulary of the checkpoint that a server names as its model, if it can be read from here."""
+    """Architecture and vocabulary size of the checkpoint at `root`; (None, None) if this machine cannot read it."""
     try:
-        found = msgspec.json.decode((Path(root) / "config.json").read_bytes(), type=ModelFile)
-        return found.architectures[0], found.vocab_size
+        config = msgspec.json.decode((Path(root) / "config.json").read_bytes(), type=ModelFile)
+        return config.architectures[0], config.vocab_size
     except (OSError, ValueError, RecursionError):
         return None, None
 
 
 def check_version(engine: str, version: str, minimum: str, url: str) -> None:
-    """Raise UserError for a server that lacks what the trainer calls."""
+    """Raise UserError for a server older than `minimum`, which lacks paths that the trainer calls."""
     if is_older(version, minimum):
         raise UserError(f"{url}: {engine} {version} is too old; at least {minimum} is needed (docs/engines.md)")
 
 
 def is_older(version: str, minimum: str) -> bool:
     """Compares the leading numbers of two versions; 0.9.1 is older than 0.10."""
-    found, wanted = (
+    have, needed = (
         [int(number) for number in re.split(r"[^0-9.]", text)[0].split(".") if number] for text in (version, minimum)
     )
-    return found < wanted
+    return have < needed
 
 
 def generate(server: Server, group: GenerateRequest, expected: Expected, *, timeout_s: float) -> list[Sampled]:
-    """The completions of one group, from this thread: for probes. Rollouts go through the clients.
+    """The completions of one group, awaited in this thread: for the canary. Rollouts go through the clients.
 
     Raises:
         Unreachable, Refused, BadAnswer: see `http.py`.

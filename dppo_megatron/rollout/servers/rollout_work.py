@@ -1,4 +1,4 @@
-"""What is asked for in one rollout, and what has come back of it: the state that `dispatch.py` works on."""
+"""The requests of one rollout and the answers to them so far: the state that `dispatch.py` works on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dppo_megatron.rollout.servers.wire import Completed, Expected, GenerateRequ
 from dppo_megatron.types import ExpertChoices
 
 _TOKENS_PER_READ = 8
-"""Tokens that a part of a group may generate, at least, for each of its prompt's, which its server reads for it."""
+"""Parts of a group are made large enough to generate this many tokens per prompt token, as each costs a prefill."""
 
 
 def grouped(
@@ -26,11 +26,11 @@ def grouped(
 ) -> tuple[list[GenerateRequest], list[list[int]]]:
     """Consecutive completions of one prompt as one group of at most `size`, so that they share a prefill.
 
-    How requests are grouped changes no completion: completion i of a prompt has the prompt's seed + i.
+    Grouping changes no completion: completion i of a prompt has the prompt's seed + i.
 
     Args:
-        stop_ids: tokens that end every completion, beside those of its sampling.
-        replayed: the experts that are wanted with completions to train on.
+        stop_ids: tokens that end every completion, in addition to those of its sampling.
+        replayed: the experts to return with completions that are trained on.
 
     Returns:
         The groups, and the positions in `requests` of each one's completions.
@@ -74,68 +74,69 @@ def grouped(
 
 
 def _limits(limits: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Of the completions of a group, 0 for those without; empty if none has one before `longest`."""
-    found = tuple(min(limit or longest, longest) for limit in limits)
-    return found if min(found) < longest else ()
+    """`GenerateRequest.limits` for a group. A limit of 0 means `longest`; empty if none is lower than that."""
+    capped = tuple(min(limit or longest, longest) for limit in limits)
+    return capped if min(capped) < longest else ()
 
 
 @dataclass(eq=False)
 class Work:
-    """The groups of one rollout and what has come back; survives a `NeedsWeights`."""
+    """The requests of one rollout and their answers; kept across a `NeedsWeights`. A request is identified by its index
+    in `groups`, and asks for a whole group or for a part of one (`part_of`)."""
 
     groups: list[GenerateRequest]
-    """With the other parts of each, and what was asked for again, behind them."""
+    """First one request per group (its first part), then the other parts and what was requested again."""
     expected: Expected
     prompts: Sequence[bytes] = ()
-    """For the grading hook, one a group; empty: nothing is graded."""
+    """For the grading hook, one per group; empty: nothing is graded."""
     places: Sequence[Sequence[int]] = ()
-    """By group, the places of its completions among all requests of the rollout."""
+    """Per group, the positions of its completions among all requests of the rollout."""
     may_lose: bool = False
-    """Completions may be missing: those of a request that fails for good or is late. Not of an evaluation, where they
-    would count as wrong."""
+    """The rollout may end without the completions of a request that fails for good or is late. Not in an evaluation,
+    where they would count as wrong."""
     order: int = 0
-    """The lowest comes first: a training step's number."""
+    """Priority, lowest first: a training step's number."""
     number: int = 0
-    """Tells the rollouts of a run apart at its clients."""
+    """Distinguishes the rollouts of a run at its clients."""
     pending: deque[int] = field(default_factory=deque)
-    """Groups to be asked for, in this order; kept by `Dispatch`."""
+    """Requests to be sent, in this order; kept by `Dispatch`."""
     finished: Future[None] = field(default_factory=Future)
-    """Has a result once all is ready."""
+    """Has a result once every request is ready or lost."""
     done: dict[int, Completed] = field(default_factory=dict)
     landed: dict[int, int] = field(default_factory=dict)
-    """The ticket that brought each group's answer -> the group."""
+    """Ticket of the attempt that was answered -> its request."""
     ready: set[int] = field(default_factory=set)
-    """Groups that are decoded and graded."""
+    """Requests whose completions are decoded and graded."""
     first_asked: dict[int, float] = field(default_factory=dict)
     failures: dict[int, list[str]] = field(default_factory=dict)
-    """What went wrong with each group, one line an answer."""
+    """Request -> what went wrong, one line per failed answer."""
     aborts: dict[int, int] = field(default_factory=dict)
-    """How often what is asked for under an index was aborted, as a part of its group too."""
+    """Request -> how often it was aborted, counting the aborts of the request that it is a part of."""
     completions_aborted: int = 0
-    """Completions that were asked for again for it."""
+    """Completions that were aborted and requested again."""
     parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """What is asked for beside a group's first part -> the group, and the position there of its first completion."""
+    """Request, unless it is a group's first part -> its group, and the position there of its first completion."""
     may_split: bool = False
-    """A group may be asked for in parts, and a part again of which some are missing."""
+    """A group may be requested in parts, and aborted completions of a request without its others."""
     near: dict[int, Counter[int]] = field(default_factory=dict)
-    """Groups that may be split -> how many completions of each are in flight or have landed, by client."""
+    """Group that may be split -> how many of its completions are in flight at each client or have landed there."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Groups that were given up whole, and why."""
+    """Request that was given up -> why."""
     ended: set[int] = field(default_factory=set)
-    """Groups that were late: the servers were told to end them where they are."""
+    """Requests that were late, so that servers were asked to abort them and keep their tokens so far."""
     resent: set[int] = field(default_factory=set)
-    """Groups that were lost while a server sampled them, and are other ones at the next attempt, for want of seeds or
-    wholly or partly under newer weights: long ones are lost more often."""
+    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds or under
+    newer weights (wholly or in part). Long completions are lost more often, so retries favour short ones."""
     sampled_under: dict[int, str] = field(default_factory=dict)
-    """The version under which an attempt began that was lost, by what was asked for."""
+    """Request -> the weights version of its last lost attempt."""
     retries: int = 0
     given_up: bool = False
-    """The rest is not wanted any more: `dispatch` ends its requests."""
+    """The remaining completions are no longer wanted: `dispatch` ends its requests."""
 
     def spread(self, servers: int, most: int) -> None:
-        """Have each group asked for in equal parts, one for each of `servers`, or fewer: see `_TOKENS_PER_READ`. More
-        where a part would be larger than `most`: vLLM refuses what it cannot run at once. What is asked for together
-        shares a prefill; every completion has its own seed, so that none changes."""
+        """Split each group into equal parts, one per server, or fewer (see `_TOKENS_PER_READ`); more where a part would
+        exceed `most`, since vLLM refuses a request that it cannot run at once. The completions of a part share a
+        prefill. Each has its own seed, so splitting changes none."""
         for index, group in enumerate(tuple(self.groups)):
             least = math.ceil(_TOKENS_PER_READ * len(group.prompt_ids) / group.max_tokens)
             count = min(group.count, most, max(math.ceil(group.count / max(1, servers)), least))
@@ -146,22 +147,21 @@ class Work:
 
     @property
     def missing(self) -> dict[tuple[int, int], str]:
-        """(group, position there) of each completion that was asked for in vain, and why."""
+        """(group, position there) of each completion that was given up, and why."""
         parts = [(*self.part_of(index), self.groups[index].count, why) for index, why in self.lost.items()]
         return {(whole, place): why for whole, first, count, why in parts for place in range(first, first + count)}
 
     @property
     def homes(self) -> dict[int, int]:
-        """Groups that have landed at several clients -> the one that has most of each."""
+        """Group whose parts landed at several clients -> the client that has most of its completions."""
         return {whole: max(sorted(at), key=at.__getitem__) for whole, at in self.near.items() if len(at) > 1}
 
     def part_of(self, index: int) -> tuple[int, int]:
-        """The group, and the position there of the first completion, of what is asked for under `index`."""
+        """The group of request `index`, and the position there of its first completion."""
         return self.parts.get(index, (index, 0))
 
     @property
     def is_wanted(self) -> bool:
-        """Neither done nor given up."""
         return not (self.finished.done() or self.given_up)
 
     @property

@@ -1,15 +1,14 @@
 """A router in front of servers (sglang-router, vLLM's): requests go through it, everything else to its workers.
 
     rollout client --- request ----------------> router ---- to the worker that it chooses -----> worker 1, 2, ...
-                   --- ends it early -----------------------------------------------------------> each worker
+                   --- abort -------------------------------------------------------------------> each worker
     rank 0         --- weights, canary, health -------------------------------------------------> each worker
-                   --- which workers are there? --> router      (its health probe, and at every sync)
+                   --- GET /workers --------------> router      (its health probe, and at every sync)
 
-The router knows nothing of weights, so it is asked only while every worker that it names has the present ones. Else
-those that have them are asked themselves, until the next sync has made the router whole again. When one of its workers
-goes out, so does the router: it does not report which of the running requests were that worker's, so all of them are
-made again. That loses work, once for a server that fails, but does not depend on how long a router waits for a hung
-worker.
+The router does not know about weights, so it gets requests only while all workers that it lists have the current ones.
+Otherwise the workers that have them get requests directly, until a sync has brought the weights to all. When a worker
+is marked out, its router loses its requests in flight too: it does not report which of them were on that worker, so all
+are retried. That wastes work, once per failed server, but does not depend on how long a router waits for a hung worker.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ class Routed(msgspec.Struct):
 
 
 class RoutedWorkers(msgspec.Struct):
-    """As sglang-router 0.3.2 and vllm-router 0.1.17 list them."""
+    """The answer to GET /workers of sglang-router 0.3.2 and vllm-router 0.1.17."""
 
     workers: Annotated[list[Routed], msgspec.Meta(max_length=4096)]
 
 
 @dataclass
 class RouterServer:
-    """The router's end of HTTP; see `protocol.Generator`."""
+    """How a router is reached over HTTP; see `protocol.Generator`."""
 
     http: Http
     dialect: AnyDialect = field(default_factory=VLLMDialect)
     named: frozenset[str] = frozenset()
-    """Addresses of its workers, as last reported."""
+    """Addresses of its workers, as last listed."""
 
     def healthy(self, *, timeout_s: float) -> None:
-        """Reads the list of its workers anew. Raises BadAnswer if it names none."""
+        """Reads the list of its workers again. Raises BadAnswer if it is empty."""
         named = named_workers(self.http, timeout_s)
         if not named:
             raise BadAnswer(f"{self.http.url}/workers names no worker")
@@ -61,11 +60,11 @@ class RouterServer:
 
 
 class Router(Endpoint):
-    """A router, as the fleet asks it: live while it answers and all of its workers are live. An outage of one of them
-    is one of its own.
+    """A router as a target of requests: live while it answers and all of its workers are live. An outage of a worker
+    counts as an outage of the router.
 
     Args:
-        members: the fleet's, which grow.
+        members: the fleet's list, to which servers may be added later.
     """
 
     server: RouterServer
@@ -94,9 +93,8 @@ class Router(Endpoint):
 
     @property
     def reason(self) -> str:
-        """Why it is not live."""
         is_workers = self.state == "stale"
-        return f"its worker {self._missing[0]} has not the present weights" if is_workers else self._reason
+        return f"its worker {self._missing[0]} does not have the current weights" if is_workers else self._reason
 
     @property
     def _workers(self) -> list[Member]:
@@ -107,10 +105,10 @@ class Router(Endpoint):
         return sorted(self.server.named - {member.name for member in self._workers if member.state == "live"})
 
 
-def named_now(
+def current_entries(
     servers: Sequence[str], routers: Sequence[RouterServer], key: str, engine: str
 ) -> dict[str, RegistryEntry]:
-    """`servers` and the workers that `routers` name, by address. One that does not answer has those it named last."""
+    """Address -> entry of `servers` and of the workers that `routers` list, or listed last if they do not answer."""
     for router in routers:
         with contextlib.suppress(Unreachable, Refused):
             router.healthy(timeout_s=_ASK_S)
@@ -119,15 +117,15 @@ def named_now(
 
 
 def named_workers(http: Http, timeout_s: float) -> list[str]:
-    """The addresses that `GET /workers` names. Raises as `Http.get`."""
+    """The addresses that `GET /workers` lists. Raises as `Http.get`."""
     answer = http.get("/workers", RoutedWorkers, timeout_s=timeout_s)
     return [worker.url.rstrip("/") for worker in answer.workers]
 
 
-def through(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
-    """Give `router` its workers' dialect; returns whether it passes such requests on. If not, that is logged.
+def set_dialect(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
+    """Set the dialect of `router` to its workers'; returns whether it passes such requests on, and logs if it does not.
 
-    sglang-router has no path for vLLM's requests: it answers 404. A router that has the path refuses the empty body
+    sglang-router has no path for vLLM's requests and answers 404. A router that has the path refuses the empty body
     with another status.
     """
     seeded = all(dialect.seeded for dialect in workers)

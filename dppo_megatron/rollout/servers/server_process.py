@@ -1,8 +1,8 @@
 """Server processes on this machine: their command lines, start, readiness and end.
 
-Servers listen on loopback, or where a job has several machines on the one address by which the others reach this one.
-They log to run_dir/servers. The kernel ends a server with the *thread* that has started it (PR_SET_PDEATHSIG), so that
-a trainer that is killed leaves no process on a GPU: start them in a thread that outlives them.
+Servers listen on loopback or, in a job of several machines, on the one address by which the others reach this one.
+They log to run_dir/servers. The kernel kills a server when the *thread* that started it ends (PR_SET_PDEATHSIG), so
+that a killed trainer leaves no process on a GPU. Start them in a thread that outlives them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DRAFTS_ON_CPU = {
     "sglang": "SGLang takes the likeliest token wherever it has drafted one, whatever the temperature",
 }
 _TERM_S, _KILL_S = 5.0, 15.0
-"""How long all servers together may take to end when asked, and when killed."""
+"""How long all servers together may take to end after SIGTERM, and after SIGKILL."""
 
 
 @dataclass
@@ -52,10 +52,11 @@ class LaunchedServer:
 
     Args:
         command: its command line; {port} in it is replaced.
-        variables: environment beside the trainer's. Holds its key: all users of the machine can read command lines.
-        log: file that takes its output.
-        api_key: what it asks for; empty if it asks for nothing.
-        host: address that it listens on, and no other one.
+        variables: environment variables in addition to the trainer's. The key is passed here, because all users of the
+            machine can read command lines.
+        log: file for its output.
+        api_key: the key that it demands; empty if it demands none.
+        host: the only address that it listens on.
     """
 
     command: Sequence[str]
@@ -68,18 +69,18 @@ class LaunchedServer:
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _reserved: socket.socket | None = field(default=None, init=False)
     _has_listened: bool = field(default=False, init=False)
-    """Since its last start, when somebody looked."""
+    """It has been seen to listen since its last start."""
     _begun_s: float = field(default=0.0, init=False)
-    """Its last start, of the monotonic clock."""
+    """Its last start, on the monotonic clock."""
 
     @property
     def visible_devices(self) -> str | None:
-        """Its CUDA_VISIBLE_DEVICES."""
+        """Its CUDA_VISIBLE_DEVICES; None: not set."""
         return self.variables.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     @property
     def url(self) -> str:
-        """Its address; the port is chosen at the first start."""
+        """Valid after the first start, which chooses the port."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
@@ -92,19 +93,19 @@ class LaunchedServer:
         return self.exit_code is None
 
     def has_closed(self) -> bool:
-        """Whether it has listened and does so no more: vLLM's front end without one of its engines, see `http.py`."""
+        """Whether it has stopped listening: vLLM's front end does when one of its engines dies, see `http.py`."""
         now = listens(self.url)
         closed, self._has_listened = self._has_listened and not now, now
         return closed
 
     def start(self) -> None:
-        """Start it, again on the same port if it has run before; what still runs of it is ended first.
+        """Start it, on the same port if it has run before. Processes left from an earlier start are stopped first.
 
         Raises:
-            UserError: the address is not this machine's, the log cannot be written, or the interpreter is not there.
+            UserError: the address is not this machine's, the log cannot be written, or the interpreter is missing.
         """
         self._has_listened, self._begun_s = False, time.monotonic()
-        if self.process is not None:  # vLLM's engine may outlive its front end, and holds the GPU's memory
+        if self.process is not None:  # vLLM's engine may outlive its front end and keep the GPU's memory
             stop_all([self])
         if self._reserved is None:
             self._reserved = _reserve(self.host)
@@ -115,10 +116,10 @@ class LaunchedServer:
         except OSError as error:
             raise UserError(f"run_dir: '{self.log}', a server's log, cannot be written: {error.strerror}") from None
         inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHER_VARIABLES}
-        if self.host == "127.0.0.1":  # its processes and the rank that sends it weights are on this machine
+        if self.host == "127.0.0.1":  # its processes and the rank that sends it weights are all on this machine
             inherited |= loopback_interface()
         command = [part.replace("{port}", str(self.port)) for part in self.command]
-        # ninja, by which SGLang and FlashInfer compile kernels, is in its environment
+        # SGLang and FlashInfer compile kernels with ninja, which is installed beside their interpreter
         programs, path = os.path.abspath(os.path.dirname(command[0])), inherited.get("PATH", os.defpath)
         if os.path.dirname(command[0]) and programs not in path.split(os.pathsep):
             inherited["PATH"] = programs + os.pathsep + path
@@ -140,14 +141,14 @@ class LaunchedServer:
         """Whether it runs and `ask()` does not raise.
 
         Raises:
-            UserError: it does not answer, and `deadline` (of the monotonic clock, after `timeout_s`) is over.
+            UserError: it is not ready at `deadline`, on the monotonic clock; `timeout_s` is for the message.
         """
         try:
             ask()
             problem = ""
         except Exception as error:
             problem = str(error) or type(error).__name__
-        if not self.is_running:  # another program may have answered
+        if not self.is_running:  # then another program may have answered
             return False
         if problem and time.monotonic() > deadline:
             limit = f"rollout.limits.start_timeout_s = {timeout_s:g} s"
@@ -155,7 +156,7 @@ class LaunchedServer:
         return not problem
 
     def wait_ready(self, ask: Callable[[], None], timeout_s: float) -> None:
-        """Return when it is ready. Raises UserError if it ends before, or is not ready so long after its start."""
+        """Return when it is ready. Raises UserError if it ends before, or is not ready `timeout_s` after its start."""
         deadline = self._begun_s + timeout_s
         while not self.is_ready(ask, deadline, timeout_s):
             if not self.is_running:
@@ -163,7 +164,7 @@ class LaunchedServer:
             time.sleep(0.5)
 
     def with_log(self, problem: str) -> str:
-        """The sentence for `problem`, with the last lines of its log, those with errors first, without its key."""
+        """A message for `problem` with lines of its log, without its key: the last errors, then the last lines."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         tail = hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
@@ -175,14 +176,14 @@ def make_servers(
 ) -> list[LaunchedServer]:
     """`rollout.servers.count` servers for this machine, not started yet.
 
-    Each gets its key through its environment, and asks for it at every endpoint (`in_engine`): other users can reach
+    Each gets its key through its environment and demands it at every path (`in_engine`), since other users can reach
     the port too.
 
     Args:
         host: address that they listen on.
         node: this machine's number in the job.
-        name: begins the names of their logs.
-        has_actor: whether this machine's ranks train, so that their GPUs are taken.
+        name: prefix of their logs' names.
+        has_actor: whether ranks on this machine train, so that their GPUs are in use.
     """
     rollout = config.rollout
     key = configured_key(rollout)
@@ -204,7 +205,7 @@ def make_servers(
                 " or rollout.quantization is on, and so would the drafter, which no sync brings; use ngram or suffix"
             )
         if not any(one.split("=")[0] == "--load-format" for one in rollout.servers.args):
-            command += ["--load-format", "dummy"]  # engines cannot read it; the first weight sync brings the weights
+            command += ["--load-format", "dummy"]  # engines cannot load it; the first weight sync sends the weights
     if config.actor.routing_replay == "engine":
         if vllm and cpu:
             raise UserError(
@@ -232,16 +233,16 @@ def make_servers(
 
 
 def stop_all(servers: Iterable[LaunchedServer]) -> None:
-    """End servers and everything that they started, all at the same time: Slurm kills a step 30 s after it has asked it
-    to end."""
+    """Stop servers and their child processes, all at the same time: Slurm kills a step 30 s after it asks it to end."""
     started = [one.process for one in servers if one.process is not None]
-    for kind, patience_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):  # the second for what they started
+    for kind, timeout_s in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):  # SIGKILL always: for the children
         for process in started:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                # the kernel gives the number of one that was waited for to no process while its group has a member
+                # The group may outlive its leader. While it has a member, the kernel gives no process the leader's pid:
+                # if a process has that pid after the leader was waited for, the group is gone.
                 if process.returncode is None or not os.path.exists(f"/proc/{process.pid}"):
                     os.killpg(process.pid, kind)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -253,13 +254,13 @@ _LAUNCHER_VARIABLES = {
     "PYTHONSAFEPATH",
     *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
 }
-"""torchrun's: an engine that inherits them takes itself for a rank of the trainer. `PYTHONSAFEPATH`: SGLang's script
-would not find the files beside it. And what is set for the trainer's CUDA alone: one hardware queue would slow an
-engine down, and vLLM's sleep mode refuses expandable segments."""
+"""Variables that servers must not inherit. torchrun's: an engine would take itself for a rank of the trainer.
+`PYTHONSAFEPATH`: SGLang's script would not find the files beside it. Those for the trainer's CUDA: one hardware queue
+would slow an engine down, and vLLM's sleep mode refuses expandable segments."""
 
 
 def address_toward(host: str) -> str:
-    """The address of this machine by which `host` would see it; loopback if that is this machine itself.
+    """This machine's address on the route to `host`; loopback if `host` is this machine.
 
     Example: on a node with 10.0.0.7 in the cluster's network, address_toward("10.0.0.1") == "10.0.0.7"
     """
@@ -271,21 +272,21 @@ def address_toward(host: str) -> str:
 
 
 def _reserve(host: str) -> socket.socket:
-    """Bound to a free port, and not listened at: the kernel gives the port to no other program in the minute before the
-    server binds it, which it can, since both set SO_REUSEADDR. Raises UserError for an address of another machine."""
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """A socket bound to a free port without listening: until the server binds it, the kernel gives it to no other
+    program. The server can bind it, since both set SO_REUSEADDR. Raises UserError for an address of another machine."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, 0))
+        bound.bind((host, 0))
     except OSError as error:
-        held.close()
-        raise UserError(f"rollout servers cannot listen on {host}, this machine says: {error.strerror}") from None
-    return held
+        bound.close()
+        raise UserError(f"rollout servers cannot listen on {host}: {error.strerror}") from None
+    return bound
 
 
 def _cores_of_launcher() -> set[int]:
-    """Cores that this process's parent may use. torchrun's --numa-binding gives each rank those beside its own GPU: a
-    server of all eight GPUs, started by rank 0, would share the first one's."""
+    """Cores that this process's parent may use, for servers. torchrun's --numa-binding restricts each rank to the cores
+    near its GPU, and a server of all eight GPUs, started by rank 0, would inherit rank 0's."""
     try:
         return os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):  # no such call on macOS; a parent that has ended
@@ -293,7 +294,7 @@ def _cores_of_launcher() -> set[int]:
 
 
 def _prepare_child(cores: set[int]) -> None:
-    """Between fork and exec."""
+    """Runs between fork and exec."""
     if cores:
         os.sched_setaffinity(0, cores)
     die_with_parent()

@@ -1,8 +1,8 @@
 """SGLang's HTTP calls: /generate with token ids, and its weight update sessions. Checked against 0.5.23.
 
-One request carries G copies of the prompt rather than n = G: then each has a request id that can be aborted and, on a
-server with --enable-deterministic-inference, its own seed. Copies that arrive together are prefilled one by one (seen
-in 0.5.23), so a request for no token goes first and leaves the prompt in the radix cache, as SGLang does for n > 1.
+A batch of G copies of the prompt is sent instead of n = G: each completion then has a request id that can be aborted
+and, with --enable-deterministic-inference, its own seed. Copies that arrive together are prefilled one by one (seen in
+0.5.23), so a request for 0 tokens is sent first and leaves the prompt in the radix cache, as SGLang does for n > 1.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from dppo_megatron.types import UserError
 _IN_ENGINE = Path(__file__).parent / "in_engine"
 MINIMUM_VERSION = "0.5.23"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "continue": "retract"}
-"""`retract` frees the cache of running requests, which are then prefilled again under the new weights; the trainer
-has already waited for them where the policy is `finish`."""
+"""`retract` frees the cache of running requests, which are then prefilled again under the new weights. With `finish`
+the trainer has already waited for them."""
 
 _DRAFT_LENGTHS = "DPPO_DRAFT_LENGTHS"
-"""What `dppo_sglang_server.py` reads."""
+"""Read by `dppo_sglang_server.py`."""
 
 _SPARE = 2
-"""Positions of its context that SGLang never fills: it truncates a completion, as `length`, where prompt and completion
-together are two short of --context-length (0.5.23)."""
+"""Positions of its context that SGLang never fills: it truncates a completion, as `length`, when prompt and completion
+together are two tokens short of --context-length (0.5.23)."""
 
 _EAGLES = ("EAGLE", "EAGLE3", "FROZEN_KV_MTP")
 """Drafters that keep their tokens in the request's own positions: SGLang refuses a request that leaves no room for one
 pass of them (0.5.23, `compute_num_reserved_tokens`). It reports NEXTN as one of these."""
 
 _FLUSH = {"flush_cache": True, "torch_empty_cache": False}
-"""With every bucket, since nothing is generated from `pause` to `resume`. /flush_cache would also collect garbage (on a
-CPU) or empty the device's allocator, and cannot be asked not to: on a CPU it cost as much as the bytes."""
+"""Sent with every bucket, as nothing is generated from `pause` to `resume`. /flush_cache would always collect garbage
+too (on a CPU) or empty the device's allocator: on a CPU that cost as much as sending the bytes."""
 
 _TO_POLICY = {"selector": "target"}
-"""With every step of an update: by default (`all`) SGLang gives the tensors to a drafter's model too, which has other
-shapes under the same names. /update_weights_from_disk has no such field (0.5.23)."""
+"""Sent with every call of an update: by default (`all`) SGLang also loads the tensors into a drafter's model, which has
+other shapes under the same names. /update_weights_from_disk has no such field (0.5.23)."""
 
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang 0.5.23 sets where the variables are not set (srt/entrypoints/engine.py): assumed of a server that was not
-started with our file, which reports them."""
+"""SGLang 0.5.23's defaults for these variables (srt/entrypoints/engine.py), assumed for a server that was started
+without our script, which reports them."""
 _OWN_CHANNELS = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8", "NCCL_ALGO": "allreduce:tree"}
-"""The same of a deterministic server of several tensor-parallel workers (srt/arg_groups/attention_hook.py)."""
+"""Those of a deterministic server with several tensor-parallel workers (srt/arg_groups/attention_hook.py)."""
 
 
 Drafts: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 15)]
@@ -111,18 +111,19 @@ class SGLangServer:
     runs_our_receiver: ClassVar[bool] = False
     http: Http
     vocab_size: int
-    """The top_k that cuts nothing, for top_p alone: SGLang gives log-probabilities of a cut only for a finite top_k."""
+    """See `SGLangDialect.vocab_size`."""
     replicas: int = field(default=1, init=False)
     world_size: int = field(default=1, init=False)
     _seeded: bool = field(default=False, init=False)
     _arrays: bool = field(default=False, init=False)
-    """The server runs our path for answers without JSON."""
+    """The server has our path for answers as arrays."""
     _group: str = field(default="", init=False)
+    """Name of the broadcast group that its workers have joined; empty: none."""
     _hashes_bytes: bool = field(default=False, init=False)
-    """/weights_checker hashes with SHA-256 on a CPU; on a GPU with a kernel of SGLang's, which we cannot repeat."""
+    """/weights_checker hashes with SHA-256. On a GPU it uses a kernel of SGLang's, whose result we cannot compute."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
-        """Raises UserError for a server that is no SGLang or too old."""
+        """Raises UserError for a server that is not SGLang, or too old."""
         info = self.http.find("/server_info", ServerArgs, timeout_s=timeout_s)
         model = self.http.find("/model_info", Model, timeout_s=timeout_s)
         if info is None or model is None:
@@ -131,11 +132,11 @@ class SGLangServer:
         self._seeded = bool(info.enable_deterministic_inference) and info.speculative_algorithm is None
         self._arrays = self.http.find(SGLANG_ARRAYS_PATH, dict[str, int], timeout_s=timeout_s) == dppo_arrays.FORM
         self._hashes_bytes = info.device == "cpu"
-        # one engine for each group of attention too, all inside the one tensor group
+        # each data-parallel group of attention is a replica too; they are all inside the one tensor-parallel group
         self.world_size, self.replicas = info.tp_size, info.dp_size * info.attn_dp_size
-        root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run's
+        root = info.model_path or model.model_path  # the latter may be a snapshot of an earlier run
         architecture, vocab_size = architecture_of(root)
-        single = info.pp_size == info.dp_size == 1  # SGLang numbers group members by TP
+        single = info.pp_size == info.dp_size == 1  # SGLang numbers a group's members by tensor-parallel rank alone
         drafts = info.speculative_algorithm not in (None, "NGRAM")  # with a model; see `_TO_POLICY`
         nccl = self.http.find(SGLANG_NCCL_PATH, Nccl, timeout_s=timeout_s) if self._arrays else None
         own = _OWN_NCCL | (_OWN_CHANNELS if info.enable_deterministic_inference and info.tp_size > 1 else {})
@@ -152,14 +153,14 @@ class SGLangServer:
             top_p_after_top_k=False,
             returns_experts=self._arrays and info.enable_return_routed_experts,
             nccl=nccl or own,
-            pauses=info.pp_size == 1,  # its loop for several stages does not look whether it is paused (0.5.23)
+            pauses=info.pp_size == 1,  # its loop for several pipeline stages ignores a pause (0.5.23)
             quantization=info.quantization or "",
         )
 
     def healthy(self, *, timeout_s: float) -> None:
-        """/server_info asks the scheduler for its state. /health has a token generated instead, which one that an
-        interrupted sync has left paused never does: it would stay out for good."""
-        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: no SGLang, which `describe` reports
+        """/server_info asks the scheduler for its state. Not /health, which generates a token: a server that an
+        interrupted sync has left paused never does, and would stay out for good."""
+        self.http.find("/server_info", Done, timeout_s=timeout_s)  # 404: not SGLang, which `describe` reports
 
     @property
     def dialect(self) -> SGLangDialect:
@@ -172,7 +173,7 @@ class SGLangServer:
         self.http.do("/continue_generation", {}, timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        # its own format is `dummy` where it was started without weights
+        # by default it uses the format it was started with, which is `dummy` if it began without weights
         body = {"model_path": path, "weight_version": version, "load_format": "safetensors"}
         self.http.do("/update_weights_from_disk", body, timeout_s=timeout_s)
 
@@ -181,18 +182,17 @@ class SGLangServer:
 
     @property
     def shows_checksums(self) -> bool:
-        """On a CPU without splits; elsewhere the canary is the receipt."""
+        """Only for one worker on a CPU; otherwise the canary verifies the weights."""
         return self._hashes_bytes and self.world_size == 1
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """The first 16 digits of SHA-256."""
+        """SGLang returns the first 16 digits of SHA-256."""
         answer = self.http.post("/weights_checker", Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]
 
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
-        """Every tensor-parallel worker joins. A server that was started again has no group to leave: no failure."""
         if self._group:
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(Refused):  # a restarted server has no group to leave
                 self.http.do("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=timeout_s)
         self._group = meeting.name
         body = {
@@ -206,7 +206,7 @@ class SGLangServer:
         self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """Opens a session; one that an interrupted sync has left open is closed first."""
+        """Opens an update session; one that an interrupted sync has left open is closed first."""
         try:
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
         except Refused:
@@ -214,7 +214,7 @@ class SGLangServer:
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """See `_FLUSH`. One broadcast of bytes, end to end. The version is given after the last bucket."""
+        """One broadcast of the tensors' concatenated bytes. `end_update` sets the version."""
         body = {
             "names": [note.name for note in tensors],
             "dtypes": [note.dtype for note in tensors],
@@ -227,7 +227,7 @@ class SGLangServer:
         self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """Handles of the trainer's memory, one pickle a worker."""
+        """The offers are handles of the trainer's memory, one pickle per worker."""
         body = {"serialized_named_tensors": list(offers), **_TO_POLICY, **_FLUSH}
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
@@ -237,9 +237,10 @@ class SGLangServer:
         self.http.do("/update_weight_version", body, timeout_s=timeout_s)
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
-        """Needs --enable-memory-saver; on a CPU, which has no memory to give, SGLang only keeps account. Its scheduler
-        ends when it is to sleep over running requests; those that wait while it is paused are no matter. `abort` lets
-        those run one more token whose client has gone, and does not wait for it; `retract` takes them out at once."""
+        """Needs --enable-memory-saver. On a CPU, whose memory is not released, SGLang only tracks the state."""
+        # SGLang's scheduler exits if it is to sleep with running requests; queued ones do no harm while it is paused.
+        # `abort` alone is not enough: a request whose client has disconnected runs for one more token, and SGLang does
+        # not wait for that. `retract` moves running requests to the queue at once.
         for mode in ("retract",) if keeps else ("abort", "retract"):
             self.http.do("/pause_generation", {"mode": mode}, timeout_s=timeout_s)
         self.http.do("/release_memory_occupation", {"tags": sorted(awake)}, timeout_s=timeout_s)
@@ -249,26 +250,26 @@ class SGLangServer:
 
 
 def _longest(info: ServerArgs) -> int | None:
-    """Prompt and completion together that it generates in full. max_req_input_len is 4 less, also where the pool of its
-    cache is smaller than its context: SGLang starts with one, and ends longer completions as `length` (0.5.23)."""
+    """Maximum tokens of prompt and completion that are not truncated. max_req_input_len is 4 below that, also if the
+    cache's pool is smaller than the context: SGLang starts nevertheless, and truncates as `length` (0.5.23)."""
     spare = _SPARE
     if info.speculative_algorithm in _EAGLES:
         tree = (info.speculative_eagle_topk or 0) * (info.speculative_num_steps or 0)
         spare = max(spare, tree, info.speculative_num_draft_tokens or 0)
-    found = [] if info.context_length is None else [info.context_length - spare]
-    found += [] if info.max_req_input_len is None else [info.max_req_input_len + 4 + _SPARE - spare]
-    return min(found, default=None)
+    limits = [] if info.context_length is None else [info.context_length - spare]
+    limits += [] if info.max_req_input_len is None else [info.max_req_input_len + 4 + _SPARE - spare]
+    return min(limits, default=None)
 
 
 def sglang_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
-    """Its command line, `{port}` in place of the port. `max_tokens`: of prompt and completion together."""
+    """The command line, with `{port}` for the port. `max_tokens`: prompt and completion together."""
     on_cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    # of a drafter's pass, see `_EAGLES`; its chain and one token more are verified
+    # positions that a drafter's pass needs, see `_EAGLES`: the drafted chain and one more token are verified
     drafts = draft_lengths(config)[0][2] + 1 if config.speculation.method == "eagle3" else 0
     context = max_tokens + max(_SPARE, drafts)
-    # which groups of attention share between them, and replicas do not
+    # data-parallel groups of attention share this limit, while each replica (--dp-size) has its own
     running = config.limits.max_concurrent_sequences * read_split(config.servers.args).attention
     return [
         *(python, str(_IN_ENGINE / "dppo_sglang_server.py"), "--model-path", model, "--served-model-name", "policy"),
@@ -276,15 +277,16 @@ def sglang_command(
         *("--max-running-requests", str(running), "--skip-server-warmup"),
         *(["--enable-memory-saver"] if config.servers.colocate and not cpu else []),
         *([*on_cpu, "--disable-overlap-schedule", "--disable-cuda-graph", "--grammar-backend", "none"] if cpu else []),
-        "--sleep-on-idle",  # else its scheduler turns in a loop, on a core that the actor could use
+        "--sleep-on-idle",  # otherwise its scheduler busy-waits on a core that the actor could use
         *_drafting(config),
         *config.servers.args,
     ]
 
 
 def _drafting(config: RolloutConfig) -> list[str]:
-    """In chains, as vLLM. It verifies by the model's probabilities (both accept thresholds are 1), one token more than
-    is drafted. n-grams have one length at any concurrency; for a drafter `draft_ladder` has them."""
+    """Arguments for speculative decoding, in chains as in vLLM. SGLang verifies one token more than it drafts, by the
+    model's probabilities (both accept thresholds are 1). n-grams have the same draft length at any concurrency; for a
+    drafter, `draft_ladder` sets it by concurrency."""
     speculation, tokens = config.speculation, draft_lengths(config)[0][2]
     verified = ["--speculative-num-draft-tokens", str(tokens + 1)]
     if speculation.method == "ngram":
@@ -295,14 +297,14 @@ def _drafting(config: RolloutConfig) -> list[str]:
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter),
         *("--speculative-eagle-topk", "1", "--speculative-num-steps", str(tokens), *verified),
-        # a sleeping server drops all weights, and no sync brings the drafter's
+        # a server at sleep drops all weights, and no sync brings the drafter's
         *(["--enable-draft-weights-cpu-backup"] if config.servers.colocate else []),
     ]
 
 
 def draft_ladder(config: RolloutConfig) -> dict[str, str]:
-    """The variable with which our server drafts by concurrency; empty where the length is one, or SGLang's flags have
-    none. For SGLang it is a file (--speculative-adaptive-config): its lengths from a number of sequences on."""
+    """The environment variable from which our server script makes the file for --speculative-adaptive-config: smallest
+    number of sequences -> draft length. Empty without a drafter, or with one length for all."""
     lengths = draft_lengths(config)
     if config.speculation.method != "eagle3" or len(lengths) == 1:
         return {}
@@ -310,9 +312,9 @@ def draft_ladder(config: RolloutConfig) -> dict[str, str]:
 
 
 def sglang_environment(cpu: bool) -> dict[str, str]:
-    """Variables of a launched server. NCCL's are the trainer's: SGLang turns both off where they are not set (0.5.23,
-    entrypoints/engine.py), and one communicator cannot have them on at one end."""
-    # the spare positions may be beyond the model's; no token ever takes them
+    """Environment variables of a launched server. NCCL's are the trainer's: SGLang turns both off if they are not set
+    (0.5.23, entrypoints/engine.py), and in one communicator they must be the same at both ends."""
+    # --context-length with its spare positions may exceed the model's; no token ever takes those positions
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     nccl = {name: os.environ.get(name, default) for name, default in dppo_wire.NCCL_DEFAULTS.items()}
     return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

@@ -1,8 +1,8 @@
 """vLLM's HTTP calls: token ids in and out, and the endpoints of its development mode for reinforcement learning.
 
-Checked against 0.32.0, and the sources of 0.33.0. A server must be started with VLLM_SERVER_DEV_MODE=1,
---enable-scale-out and --logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, leaves the temperature out);
-docs/engines.md has the whole command, `vllm_command` builds it.
+Checked against 0.32.0 and the sources of 0.33.0. A server must be started with VLLM_SERVER_DEV_MODE=1,
+--enable-scale-out and --logprobs-mode processed_logprobs (vLLM's default, raw_logprobs, ignores the temperature).
+docs/engines.md has the whole command; `vllm_command` builds it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MINIMUM_VERSION = "0.32"
 _PAUSE_MODE: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "continue": "keep"}
 _KEPT_ASLEEP = ("--sleep-preserve-parameter-names", "draft.*")
 _WHOLE_PREFILL = ("--no-enable-chunked-prefill",)
-"""On a CPU a request with a seed whose prefill is split in two ends vLLM 0.32.0's engine: it rewinds the generator of
-the discarded sample by `set_offset`, which torch has for CUDA only."""
+"""On a CPU, vLLM 0.32.0's engine crashes on a request with a seed whose prefill is split: it rewinds the generator of
+the discarded sample by `set_offset`, which torch implements for CUDA only."""
 _RPC = "/collective_rpc"
 _RL_CALLS = "start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/engines.md)"
 
@@ -68,7 +68,7 @@ class Cards(msgspec.Struct):
 
 
 class Section(msgspec.Struct, frozen=True):
-    """Of a server's settings; each has some of these."""
+    """One section of a server's settings; each section has some of these fields."""
 
     logprobs_mode: Text = ""
     quantization: Text | None = None
@@ -122,20 +122,20 @@ class VLLMServer:
     world_size: int = field(default=1, init=False)
     _extended: bool = field(default=False, init=False)
     _seeded: bool = field(default=True, init=False)
-    """Requests may carry a seed; not on a CPU with chunked prefill, see `_WHOLE_PREFILL`, nor where tokens are drafted:
-    how many numbers a completion then draws depends on what else runs."""
+    """Requests may carry a seed. Not on a CPU with chunked prefill, see `_WHOLE_PREFILL`, nor with drafted tokens: how
+    many random numbers a completion draws then depends on the other requests."""
     _arrays: bool = field(default=False, init=False)
-    """The server runs our path for answers without JSON."""
+    """The server has our path for answers as arrays."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
-        """Raises UserError for a server that is no vLLM, too old, or not started for RL."""
+        """Raises UserError for a server that is not vLLM, too old, or not started for RL."""
         http = self.http
         engine = http.find("/version", VLLMVersion, timeout_s=timeout_s)
         if engine is None:
             raise UserError(f"{http.url} answers, but is no vLLM server (no /version)")
         check_version("vLLM", engine.version, MINIMUM_VERSION, http.url)
         card = http.get("/v1/models", Cards, timeout_s=timeout_s).data[0]
-        # at the first call vLLM collects a description of its machine (0.32, `_get_system_env_info_cached`)
+        # slow at the first call: vLLM collects a description of its machine (0.32, `_get_system_env_info_cached`)
         settings = http.find("/server_info?config_format=json", Settings, timeout_s=max(60.0, timeout_s))
         if settings is None or http.find("/weight_info", NamedWeights, timeout_s=timeout_s) is None:
             raise UserError(f"{http.url}: vLLM without its RL endpoints; {_RL_CALLS}")
@@ -169,7 +169,7 @@ class VLLMServer:
         )
 
     def healthy(self, *, timeout_s: float) -> None:
-        """/health asks the engine process, not only the front end."""
+        """/health checks the engine process, not only the front end."""
         self.http.get("/health", Done, timeout_s=timeout_s)
 
     @property
@@ -183,14 +183,14 @@ class VLLMServer:
         self.http.do("/resume", timeout_s=timeout_s)
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
-        """Our extension's call, which repairs packed copies too, or vLLM's own."""
+        """By our extension's call, which also repairs packed copies, or else vLLM's own."""
         method = "dppo_reload" if self._extended else "reload_weights"
         self.http.do(_RPC, _call(method, timeout_s, weights_path=path), timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
-        """Through vLLM's weight transfer interface, with our receiver, which leaves an earlier group by itself."""
+        """By vLLM's weight transfer interface with our receiver, which leaves an earlier group by itself."""
         info = {
             "backend": meeting.backend,
             "master_address": meeting.host,
@@ -205,12 +205,12 @@ class VLLMServer:
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """An update that was left half-way stays open and bars the next; ended, its mixed weights have a name that no
-        run accepts."""
+        """An interrupted update stays open, and vLLM refuses the next one until it is finished. It is finished with a
+        version name that no run accepts, since its weights are mixed."""
         try:
             self.http.do("/start_weight_update", timeout_s=timeout_s)
         except Refused:
-            with contextlib.suppress(Refused):  # the reason was another one: the second answer names it
+            with contextlib.suppress(Refused):  # if no update was open, the next call raises the real reason
                 self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
             self.http.do("/start_weight_update", timeout_s=timeout_s)
 
@@ -230,11 +230,11 @@ class VLLMServer:
 
     @property
     def shows_checksums(self) -> bool:
-        """Not with tensor or pipeline splits: of parts of tensors."""
+        """Not with tensor or pipeline parallelism, where they are of shards."""
         return self.world_size == self.replicas
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """By vLLM's names (dp0:pp0:pcp0:tp0:NAME); packed weights (CPU) show as empty."""
+        """vLLM's names are dp0:pp0:pcp0:tp0:NAME. On CPUs packed weights are hashed as empty tensors."""
         found = self.http.post("/weight_checker", HeldTensors, {"action": "checksum"}, timeout_s=timeout_s)
         workers: dict[str, dict[str, str]] = {}
         for name, digest in found.checksums.items():
@@ -243,14 +243,15 @@ class VLLMServer:
         return list(workers.values())
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
-        """Level 2: weights are dropped, since the next sync brings new ones. vLLM knows itself what sleeps already.
-        Requests that it keeps are read again when its cache wakes. A CPU keeps its memory."""
+        """At level 2, which drops the weights, since the next sync brings new ones. vLLM ignores `awake`, as it knows
+        what is asleep. Kept requests are prefilled again when the cache wakes. A server on a CPU keeps its memory."""
         mode = "&mode=keep" if keeps else ""
         try:
             self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:
-            # Another program took memory of the card meanwhile: vLLM's worker has freed all, finds less free than
-            # before, and raises, so its executor would wake nothing. Level 1 does not read what is gone
+            # If another program took GPU memory in the meantime, vLLM's worker frees everything, finds less memory free
+            # than before, and raises; its executor then believes it awake and would wake nothing. A second call marks
+            # it asleep; at level 1 that does not read the freed weights.
             self.http.do(f"/sleep?level=1{mode}", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
@@ -258,17 +259,17 @@ class VLLMServer:
         self.http.do(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
 
     def _forget_prefixes(self, timeout_s: float) -> None:
-        """Refused while blocks are still held."""
+        """Raises Refused while blocks of the cache are in use."""
         self.http.do("/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
 
     def _workers(self, timeout_s: float) -> list[Worker]:
         """Each worker's `dppo_model` (`in_engine`), replica by replica; empty without our extension. Raises UserError
-        for replicas of which not all workers answer: the others would be left without weights."""
+        if not all workers of all replicas answer: the others would get no weights."""
         models: list[Worker] = []
         if self._extended and self._arrays:
             replicas = self.http.get(VLLM_WORKERS_PATH, Models, timeout_s=timeout_s).replicas
             models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
-        elif self._extended:  # of the first replica only
+        elif self._extended:  # this returns the workers of the first replica only
             models = self.http.post(_RPC, Models, _call("dppo_model", timeout_s), timeout_s=timeout_s).results
         world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
@@ -296,7 +297,7 @@ def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:
 def vllm_command(
     config: RolloutConfig, python: str, model: str, max_tokens: int, dtype: str, *, cpu: bool, host: str = "127.0.0.1"
 ) -> list[str]:
-    """Its command line, `{port}` in place of the port. `max_tokens`: of prompt and completion together."""
+    """The command line, with `{port}` for the port. `max_tokens`: prompt and completion together."""
     return [
         *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "policy"),
         *("--host", host, "--port", "{port}", "--dtype", dtype, "--max-model-len", str(max_tokens)),
@@ -314,8 +315,8 @@ def vllm_command(
 
 
 def _drafting(config: RolloutConfig) -> list[str]:
-    """Its sampler rejects what the model would not have drawn (`rejection_sample_method` standard, the default), and
-    gives the log-probabilities of what it was asked for."""
+    """Arguments for speculative decoding. vLLM's sampler rejects drafts so that tokens follow the model's distribution
+    (`rejection_sample_method` standard, the default), and returns the log-probabilities that were asked for."""
     speculation, lengths = config.speculation, draft_lengths(config)
     if speculation.method == "none":
         return []
@@ -328,16 +329,16 @@ def _drafting(config: RolloutConfig) -> list[str]:
         **({"num_speculative_tokens_per_batch_size": lengths} if len(lengths) > 1 else {}),
         **own.get(speculation.method, {}),
     }
-    # a sleeping server drops all weights, and no sync brings the drafter's
+    # a server at sleep drops all weights, and no sync brings the drafter's
     kept = speculation.method == "eagle3" and config.servers.colocate
     return ["--speculative-config", json.dumps(settings), *(_KEPT_ASLEEP if kept else ())]
 
 
 def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
-    """Variables of a launched server, one of `servers` on this machine."""
+    """Environment variables of a launched server, one of `servers` on this machine."""
     variables = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_IN_ENGINE), os.environ.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",  # the working directory may be a model's, with Python files in it
+        "PYTHONSAFEPATH": "1",  # do not import Python files of the working directory, which may be a model's
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -347,9 +348,9 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
 
 
 def _cpu_environment(servers: int) -> dict[str, str]:
-    """A server on a CPU is two processes: HTTP, and the engine with its only worker in it. As three, which is vLLM's
-    default there, it starts in 1.7 times the CPU seconds (another process imports torch and vLLM), and the workers of
-    all servers are bound to the same cores. With two tensor-parallel workers or replicas each is a process again; vLLM
+    """A server on a CPU runs as two processes: HTTP, and the engine with its only worker in it. With vLLM's default of
+    three it takes 1.7 times the CPU seconds to start (one more process imports torch and vLLM), and the workers of all
+    servers are bound to the same cores. Several tensor-parallel workers or replicas are still a process each, and vLLM
     would bind every replica to the first cores.
 
     Example: two servers on 16 logical cores compute with 4 threads each
@@ -360,6 +361,6 @@ def _cpu_environment(servers: int) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_SIM_MULTI_NUMA": "0",  # 0.33 gives each replica a node's memory, and ends where there are too few
-        "OMP_NUM_THREADS": str(max(1, cores // (2 * servers))),  # of two logical cores, one is hyper-threading's
+        "VLLM_CPU_SIM_MULTI_NUMA": "0",  # 0.33 gives each replica a NUMA node, and exits if there are too few
+        "OMP_NUM_THREADS": str(max(1, cores // (2 * servers))),  # two logical cores are one physical core
     }

@@ -180,7 +180,7 @@ def _make_up_devices() -> None:
             update_info.memory = dict(update_info.memory)
             device, own = update_info.memory.pop("rehearsed_device"), own_device(self.parallel_config)
             if device != own:
-                raise RuntimeError(f"the weights lie on {device}; this worker sees only {own}")
+                raise RuntimeError(f"the weights are on {device}; this worker sees only {own}")
         take(self, update_info)
 
     def finish_and_note(self: Any) -> None:

@@ -1,7 +1,7 @@
-"""`doctor` has the servers' Python run this: which NCCL is there, and can it map a rank's memory and write to it?
+"""Run by `doctor` with the servers' Python, to find its NCCL and whether it can map a rank's memory and write to it.
 
-stdin: `SharedBuffer.handle()` as JSON; stdout ends with a line of JSON. Each byte of the memory becomes 255 minus
-itself.
+stdin: `SharedBuffer.handle()` as JSON. The last line of stdout is JSON. Each byte of the memory is replaced by 255
+minus itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dppo_wire import map_memory, nccl_settings
 
 
 def main() -> None:
-    """Maps an offer of memory from stdin and inverts its bytes; prints NCCL's settings, or an error beside them."""
+    """Map the memory and invert its bytes; print NCCL's settings, and the error if that fails."""
     answer: dict[str, Any] = {"nccl": nccl_settings()}
     try:
         memory = map_memory(json.load(sys.stdin))

@@ -2,10 +2,10 @@
 
     DPPO_SERVER_KEY=... python dppo_sglang_server.py ARGUMENTS OF sglang.launch_server
 
-SGLang takes a key on its command line only, where every user of the machine can read it, and writes its arguments, the
-key among them, to its log. Here the key comes from the environment and goes to a middleware of the application's
-alone, before SGLang starts it. POST /generate_arrays takes what /generate takes, and answers in the form of
-`dppo_arrays.py`. Nothing of SGLang is patched.
+SGLang takes a key only on its command line, which every user of the machine can read, and writes its arguments with the
+key to its log. Here the key comes from the environment, and only a middleware that is added to the application before
+SGLang starts it gets the key. POST /generate_arrays takes the same body as /generate and answers in the form of
+`dppo_arrays.py`. Nothing in SGLang is patched.
 
 Imports nothing of the package, because it runs in the engine's environment.
 """
@@ -28,7 +28,7 @@ DRAFT_LENGTHS = "DPPO_DRAFT_LENGTHS"
 
 
 async def generate_arrays(request: Any) -> Any:
-    """A batch of completions; SGLang itself ends those whose client has gone."""
+    """A batch of completions. SGLang itself aborts them if the client disconnects."""
     from sglang.srt.entrypoints.http_server import get_global_state
     from sglang.srt.managers.io_struct import GenerateReqInput
     from starlette.responses import JSONResponse, Response
@@ -40,7 +40,7 @@ async def generate_arrays(request: Any) -> Any:
         if not isinstance(batch.rid, list) or batch.stream:
             raise ValueError("expected a batch with a list of rids, not streamed")
         answers = await get_global_state().tokenizer_manager.generate_request(batch, request).__anext__()
-    except (TypeError, ValueError) as error:  # also SGLang's checks of a request
+    except (TypeError, ValueError) as error:  # SGLang's own checks of the request raise these too
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
     try:
         content = packed_answers(answers, _per_token() if batch.return_routed_experts else None)
@@ -50,7 +50,7 @@ async def generate_arrays(request: Any) -> Any:
 
 
 async def nccl_settings(_: Any) -> Any:
-    """NCCL's version and variables: the schedulers inherit this process's, which SGLang has set by then."""
+    """NCCL's version and variables. SGLang has set this process's by now, and the schedulers inherit them."""
     from dppo_wire import nccl_settings as settings
     from starlette.responses import JSONResponse
 
@@ -58,7 +58,7 @@ async def nccl_settings(_: Any) -> Any:
 
 
 def _per_token() -> tuple[int, int, str]:
-    """Layers of the model, experts that a token visits in one, and the type that holds the number of each."""
+    """Number of layers, experts per token and layer, and the type of an expert's number."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     config = get_global_state().tokenizer_manager.model_config.hf_text_config
@@ -67,15 +67,15 @@ def _per_token() -> tuple[int, int, str]:
 
 
 def packed_answers(answers: Sequence[dict[str, Any]], per_token: tuple[int, int, str] | None = None) -> bytes:
-    """The answer's bytes. Log-probabilities are those under a cut where they were asked for.
+    """The answer's bytes. Log-probabilities are those under a cut if these were requested.
 
     Args:
-        per_token: layers, experts and type of the routed experts; None: they were not asked for.
+        per_token: layers, experts and type of the routed experts; None: not requested.
 
     Raises:
-        ValueError: log-probabilities of other tokens than are returned, which the arrays would not show.
+        ValueError: log-probabilities are of other tokens than are returned, which the arrays would not show.
     """
-    found, experts = [], []
+    completions, experts = [], []
     for answer in answers:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         triples = meta.get("output_token_logprobs") or []
@@ -85,15 +85,15 @@ def packed_answers(answers: Sequence[dict[str, Any]], per_token: tuple[int, int,
         reason = (meta.get("finish_reason") or {}).get("type")
         spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
         head = {"id": meta["id"], "finish_reason": reason, "weight_versions": spans}
-        found.append((head, tokens, [triple[0] for triple in triples] if values is None else values))
+        completions.append((head, tokens, [triple[0] for triple in triples] if values is None else values))
         encoded = meta.get("routed_experts")
         experts.append(None if per_token is None or encoded is None else _routed(encoded, *per_token))
-    return packed(found, experts)
+    return packed(completions, experts)
 
 
 def _routed(encoded: str, layers: int, k: int, kind: str) -> Any:
-    """[tokens, layers, k] of SGLang's int32 in base64. Raises ValueError for what the type cannot hold: made to fit,
-    -1 or 300 could be an expert of the model."""
+    """[tokens, layers, k] from SGLang's int32 in base64. Raises ValueError for values that `kind` cannot hold: a cast
+    could turn -1 or 300 into an expert of the model."""
     import numpy
 
     whole = numpy.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, layers, k)
@@ -103,17 +103,16 @@ def _routed(encoded: str, layers: int, k: int, kind: str) -> Any:
 
 
 def _adaptive(lengths: str) -> list[str]:
-    """SGLang reads draft lengths by concurrency from a file, in all its processes: one in memory, that ends with this
-    one."""
+    """Arguments with the file from which all of SGLang's processes read draft lengths by concurrency."""
     if not lengths:
         return []
-    file = os.memfd_create("draft lengths")
+    file = os.memfd_create("draft lengths")  # in memory: it ends with this process
     os.write(file, lengths.encode())
     return ["--speculative-adaptive", "--speculative-adaptive-config", f"/proc/{os.getpid()}/fd/{file}"]
 
 
 def main() -> None:
-    """What `sglang.launch_server` does, behind the check."""
+    """As `sglang.launch_server`, with the check and the added paths."""
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
@@ -121,7 +120,7 @@ def main() -> None:
 
     arguments = prepare_server_args([*sys.argv[1:], *_adaptive(os.environ.get(DRAFT_LENGTHS, ""))])
     if getattr(arguments, "tokenizer_worker_num", 1) > 1:
-        # its workers import the application afresh, without the check
+        # each of its workers imports the application anew, without the check
         raise SystemExit("dppo_sglang_server: --tokenizer-worker-num above 1 would leave the server without its key")
     http_server.app.add_route(ARRAYS_PATH, generate_arrays, methods=["GET", "POST"])
     http_server.app.add_route(NCCL_PATH, nccl_settings, methods=["GET"])

@@ -1,17 +1,17 @@
-"""Completions as arrays: what vLLM's /inference/v1/generate gives, without a JSON object for every token.
+"""Completions as arrays: the answer of vLLM's /inference/v1/generate, without a JSON object for every token.
 
-vLLM's answer takes 168 bytes a token, most of them names: token and log-probability are written twice, as text. Here
-both are four bytes, and the server builds no object for a token either (vLLM's own `flat_logprobs`):
+vLLM's answer takes 168 bytes per token, most of them field names; token and log-probability are written twice, as text.
+Here both are four bytes, and the server creates no object per token either (vLLM's own `flat_logprobs`):
 
     vllm serve ... --middleware dppo_vllm_arrays.Arrays
 
-adds two paths to the application, behind whatever checks keys there; nothing of vLLM is patched. The body is that of
-/inference/v1/generate, of which `request_id`, `token_ids`, `sampling_params` are read, `data_parallel_rank`: the
-replica that is to answer, and `experts`: whether the answer is to have the routed ones. It has the form of
+adds two paths to the application, behind any middleware that checks keys; nothing in vLLM is patched. Of the request,
+in the form of /inference/v1/generate, it reads `request_id`, `token_ids`, `sampling_params`, `data_parallel_rank` (the
+replica that is to answer) and `experts` (whether to return the routed experts). The answer has the form of
 `dppo_arrays.py`.
 
-GET /dppo_workers gives `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's /collective_rpc
-calls all replicas and returns the answer of the first one only (`DPLBAsyncMPClient.call_utility_async`).
+GET /dppo_workers returns `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's
+/collective_rpc calls all replicas but returns only the first one's answer (`DPLBAsyncMPClient.call_utility_async`).
 
 Imports nothing of the package, because it runs in the engine's environment.
 """
@@ -38,7 +38,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 
 class Arrays:
-    """ASGI middleware that only uses its place: with the application's first event, its start, the paths are added."""
+    """ASGI middleware that adds the paths at the application's first event, its startup, and passes everything on."""
 
     def __init__(self, app: App) -> None:
         self._app, self._is_added = app, False
@@ -54,14 +54,14 @@ class Arrays:
 
 
 async def workers(request: Request) -> Response:
-    """{"replicas": [[one of `dppo_model`'s answers a worker], ...]}."""
+    """{"replicas": [[answer of `dppo_model` per worker], ...]}."""
     core = request.app.state.engine_client.engine_core
     replicas = await core.call_utility_all_async("collective_rpc", "dppo_model", None, (), None)
     return JSONResponse({"replicas": replicas})
 
 
 async def answer(request: Request) -> Response:
-    """GET: the form of the answers. POST: a request as vLLM's own path takes it, answered as arrays."""
+    """GET: the version of the answers' form. POST: a request as for vLLM's own path, answered as arrays."""
     if request.method == "GET":
         return JSONResponse(FORM)
     engine = request.app.state.engine_client
@@ -69,14 +69,14 @@ async def answer(request: Request) -> Response:
         body = await request.json()
         parameters = msgspec.convert(body["sampling_params"], SamplingParams)
         parameters.output_kind, parameters.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
-        most = engine.vllm_config.scheduler_config.max_num_seqs
-        if parameters.n > most:
-            raise ValueError(f"n = {parameters.n}; the server runs at most {most} sequences")
+        max_num_seqs = engine.vllm_config.scheduler_config.max_num_seqs
+        if parameters.n > max_num_seqs:
+            raise ValueError(f"n = {parameters.n}; the server runs at most {max_num_seqs} sequences")
         request_id = f"generate-tokens-{body['request_id']}"
         prompt = TokensPrompt(prompt_token_ids=body["token_ids"])
         replica = body.get("data_parallel_rank")
         output = await _last(engine.generate(prompt, parameters, request_id, data_parallel_rank=replica), request)
-    except (KeyError, TypeError, ValueError) as error:  # also vLLM's checks of a request
+    except (KeyError, TypeError, ValueError) as error:  # vLLM's own checks of the request raise these too
         return JSONResponse({"error": {"message": f"{type(error).__name__}: {error}"}}, 400)
     if output is None or any(one.finish_reason == "error" for one in output.outputs):
         return JSONResponse({"error": {"message": f"{request_id} ended without an answer"}}, 500)
@@ -86,19 +86,19 @@ async def answer(request: Request) -> Response:
 
 
 def packed_output(request_id: str, output: RequestOutput, wants_experts: bool = False) -> bytes:
-    """Bytes of all completions in order of their index: head, token ids, log-probabilities, experts."""
-    found, experts = [], []
+    """All completions, in order of their index, in the form of `dppo_arrays.py`."""
+    answers, experts = [], []
     for one in sorted(output.outputs, key=lambda one: one.index):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in one.weight_versions or ()]
         head = {"id": f"{request_id}/{one.index}", "finish_reason": one.finish_reason, "weight_versions": spans}
-        flat = one.logprobs  # of each position the sampled token's comes first
-        found.append((head, one.token_ids, [flat.logprobs[start] for start in flat.start_indices]))
+        flat = one.logprobs  # at each position, the sampled token's is first
+        answers.append((head, one.token_ids, [flat.logprobs[start] for start in flat.start_indices]))
         experts.append(one.routed_experts if wants_experts else None)
-    return packed(found, experts)
+    return packed(answers, experts)
 
 
 async def _last(outputs: AsyncIterator[RequestOutput], request: Request) -> RequestOutput | None:
-    """The final output. A client that goes takes its request with it: vLLM aborts what is cancelled."""
+    """The final output; None if the client disconnects, in which case vLLM aborts the cancelled request."""
 
     async def finish() -> RequestOutput | None:
         last = None
@@ -106,14 +106,14 @@ async def _last(outputs: AsyncIterator[RequestOutput], request: Request) -> Requ
             last = output
         return last
 
-    async def left() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    generating, leaving = asyncio.ensure_future(finish()), asyncio.ensure_future(left())
+    generating, disconnecting = asyncio.ensure_future(finish()), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((generating, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((generating, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         return await generating if generating.done() else None
     finally:
         generating.cancel()
-        leaving.cancel()
+        disconnecting.cancel()

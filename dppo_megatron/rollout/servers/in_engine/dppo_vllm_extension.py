@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: a receiver of weights by broadcast or shared memory, and a repair of packed ones.
+"""Code inside vLLM's workers: receives weights by broadcast or shared memory, and rebuilds packed copies of weights.
 
 Imports nothing of the package, because it runs in the engine's environment: the launcher puts this directory on
 PYTHONPATH and passes
@@ -6,8 +6,8 @@ PYTHONPATH and passes
     --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}'
 
 Both are vLLM's public options, and `WeightTransferEngineFactory.register_engine` is its public way to add a transport.
-vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too; this one needs torch on both sides, and is the same
-code over gloo, which is what lets a machine without a GPU test it.
+vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too. This one needs only torch on both sides, and the same
+code runs over gloo, so that machines without a GPU can test it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class InitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    """Of this server's first worker: the trainer is rank 0, and other servers' workers may come before."""
+    """Rank of this server's first worker: the trainer is rank 0, and other servers' workers may come before."""
     world_size: int
     joining_s: float
     timeout_s: float
@@ -55,21 +55,20 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
     dtype: str
     memory: dict[str, Any] | None = None
-    """Handle of the trainer's memory that holds them end to end (`SharedBuffer`); None: they are broadcast."""
+    """Handle of the trainer's memory that holds them concatenated (`SharedBuffer`); None: they are broadcast."""
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives Hugging Face tensors in buckets: in a group with the trainer and other servers' workers, or from memory
-    that it maps."""
+    """Receives Hugging Face tensors in buckets, by broadcast from the trainer to all servers' workers, or by mapping
+    memory of the trainer."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: ChainReceiver | BroadcastReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the group; the trainer is rank 0 and holds the store. An earlier group is left first: its members may
-        be waiting for us."""
-        self._group = None
+        """Join the group; the trainer is rank 0 and holds the store."""
+        self._group = None  # leave an earlier group first: its members may be waiting for this one
         config = self.parallel_config
         joining, timeout = timedelta(seconds=init_info.joining_s), timedelta(seconds=init_info.timeout_s)
         rank = init_info.rank_offset + place_of(config, config.rank)
@@ -82,8 +81,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = ChainReceiver(store, rank, init_info.world_size, joining, timeout, *more)
 
     def start_weight_update(self) -> None:
-        """The layers take tensors in checkpoint form from here on. One that an update left half loaded, when a bucket
-        of it failed, begins afresh; vLLM would go on counting and take it for complete too early."""
+        """Prepare the layers to load tensors in checkpoint form."""
+        # reset layers that a failed update left half loaded: vLLM would go on counting, and complete them too early
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -91,7 +90,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """One bucket: receive, split, give to the model's loader."""
+        """Receive one bucket, split it into tensors and pass these to the model's loader."""
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
@@ -103,7 +102,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.model.load_weights(zip(update_info.names, tensors, strict=True))
         keep_what_waits(self.model, memory)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the trainer fills the same memory again when it has our answer
+            torch.cuda.synchronize(self.device)  # the trainer overwrites the memory as soon as it has our answer
 
     def _received(self, num_bytes: int) -> torch.Tensor:
         if self._group is None:
@@ -111,11 +110,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             return self._group.receive(num_bytes)
         except RuntimeError:
-            self._group = None  # closes our sockets, which ends the waits of other members
+            self._group = None  # closes our sockets, which ends the waits of the other members
             raise
 
     def finish_weight_update(self) -> None:
-        """Layers go back to their kernels' form."""
+        """Convert the layers back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
         if isinstance(self._group, BroadcastReceiver):
@@ -129,27 +128,28 @@ class WorkerExtension:
     """Methods that `/collective_rpc` can call on every worker."""
 
     def dppo_model(self) -> dict[str, Any]:
-        """What is served, for a trainer that cannot read the server's files."""
+        """Model and worker, for a trainer that cannot read the server's files."""
         config = self.get_model().config  # type: ignore[attr-defined]
         place = place_of(self.parallel_config, self.rank)  # type: ignore[attr-defined]
+        device = self.device  # type: ignore[attr-defined]
         return {
             "architecture": config.architectures[0],
             "vocab_size": config.vocab_size,
             "place": place,
-            "device": device_name(self.device, place),  # type: ignore[attr-defined]
+            "device": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu",
             "nccl": nccl_settings(),
         }
 
     def dppo_reload(self, weights_path: str) -> None:
-        """Read safetensors. vLLM's own call takes no path where the server began without weights (0.32.0)."""
+        """Load safetensors. vLLM's own call accepts no path if the server was started without weights (0.32.0)."""
         tensors = _read(weights_path)
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         refresh_packed(self.get_model())  # type: ignore[attr-defined]
 
 
 def _read(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Raises where this machine does not see the snapshot, before vLLM (0.32.0) puts its weights aside: given no
-    tensor it puts the old ones back, with a warning in its log, and reports success."""
+    """Raises if this machine does not see the snapshot. vLLM (0.32.0) would not: given no tensors, it restores the old
+    weights, logs a warning and reports success."""
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no *.safetensors here, as this server sees it", directory)
@@ -159,35 +159,31 @@ def _read(directory: str) -> Iterator[tuple[str, torch.Tensor]]:
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 # no mapping
+            for name in tensors.keys():  # noqa: SIM118 # not a mapping
                 yield name, tensors.get_tensor(name)
 
 
 def place_of(config: Any, rank: int) -> int:
-    """A worker's number among those of all replicas, by which vLLM finds its own in a list of update infos."""
+    """A worker's index among those of all replicas; vLLM gives each worker the entry at this index of a list."""
     return int(config.data_parallel_index * config.world_size + rank)
 
 
-def device_name(device: torch.device, place: int) -> str:
-    """As the trainer knows it: a GPU's UUID. `place` is for rehearsals on CPUs, which invent names."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-
-
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
-    """Copy out of `memory` what vLLM still refers to: a layer that the end of a bucket splits, or whose padding is not
-    loaded, keeps references to its tensors until it is complete, and the next bucket overwrites them.
+    """Copy tensors that vLLM still needs out of `memory`, which the next bucket overwrites: until a layer is complete,
+    vLLM keeps references to its tensors. It is not complete if the bucket ends inside it, or its padding is not loaded.
 
-    All experts are one layer, unsplit on every worker: 4.8 GB in Qwen3-235B-A22B. Those of other workers are let go.
+    All experts are one layer, and each worker receives all of them: 4.8 GB in Qwen3-235B-A22B. Experts of other workers
+    are not copied.
     """
-    place = memory.untyped_storage().data_ptr()
+    address = memory.untyped_storage().data_ptr()
     for layer in model.modules():
         info = get_layerwise_info(layer)
-        waiting, info.loaded_weights = info.loaded_weights, []
-        for name, call in waiting:
+        kept_calls, info.loaded_weights = info.loaded_weights, []
+        for name, call in kept_calls:
             inside = {
                 argument: value
                 for argument, value in call.arguments.items()
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == place
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() == address
             }
             if inside and _is_elsewhere(layer, call.arguments.get("expert_id")):
                 continue
@@ -196,20 +192,20 @@ def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
 
 
 def _is_elsewhere(layer: Any, expert: int | None) -> bool:
-    """Whether another worker holds the expert. vLLM (0.32.0) counts no element of a call for it, and made again, the
-    call does as little as before."""
+    """Whether another worker holds the expert. Then the loader's call can be dropped: it has loaded nothing here (vLLM
+    0.32.0 counts no element for it), and would load nothing when vLLM repeats it."""
     return expert is not None and layer._map_global_expert_id_to_local_expert_id(expert) == -1
 
 
 def refresh_packed(model: torch.nn.Module) -> int:
-    """Rebuild the packed (oneDNN) copy that CPU layers keep beside a weight they did not load themselves.
+    """Rebuild the packed (oneDNN) copies of weights that CPU layers keep and that a reload leaves wrong.
 
-    An output layer tied to the embedding shares its parameter, but packs its own copy when the model is first loaded;
-    a reload goes through the embedding alone and leaves that copy with the old weights (seen in vLLM 0.32.0). Experts
-    are packed in place when they are first loaded, and their kernel then takes what a reload brings for packed.
+    An output layer tied to the embedding shares its parameter, but packs its own copy when the model is first loaded. A
+    reload updates the embedding only and leaves that copy with the old weights (seen in vLLM 0.32.0). Experts are
+    packed in place at the first load, and their kernel then treats reloaded weights as packed.
 
     Returns:
-        How many layers were rebuilt; 0 on GPUs, where nothing is packed.
+        The number of layers that were rebuilt; 0 on GPUs, where nothing is packed.
     """
     if not current_platform.is_cpu():
         return 0
@@ -227,7 +223,7 @@ def refresh_packed(model: torch.nn.Module) -> int:
 
 
 def _kernel(module: torch.nn.Module) -> Any:
-    """Of a layer of experts."""
+    """The kernel of a layer of experts; None for other layers."""
     return getattr(getattr(module, "quant_method", None), "moe_kernel", None)
 
 

@@ -1,11 +1,11 @@
-"""Asks for the server's key at every endpoint, where vLLM's own check guards generation and the model list only.
+"""Demands the server's key at every path, since vLLM's own check protects only generation and the model list.
 
-In development mode vLLM accepts weights, and calls of its workers' methods, from any program that reaches the port; its
-key guards /v1, /v2, /inference and /cohere (0.32.0). This is vLLM's public way to add such a check:
+In development mode vLLM accepts weights, and calls of its workers' methods, from any program that reaches the port: its
+key protects /v1, /v2, /inference and /cohere only (0.32.0). This is vLLM's public way to add such a check:
 
     VLLM_API_KEY=... vllm serve ... --middleware dppo_vllm_guard.RequireKey
 
-One path needs no key: there the server proves that it has it (`proof`), before a client shows its own.
+One path needs no key: there the server proves to a client that it has the key (`proof`), before the client sends it.
 
 Imports nothing of the package, because it runs in the engine's environment.
 """
@@ -21,19 +21,19 @@ Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 PROOF_PATH = "/dppo_proof"
-"""GET PROOF_PATH?NONCE, answered by 204 and the header PROOF_HEADER."""
+"""GET PROOF_PATH?NONCE is answered with 204 and the header PROOF_HEADER."""
 PROOF_HEADER = b"dppo-proof"
 _NONCE_DIGITS = 64
 
 
 def proof(key: str, nonce: bytes, address: tuple[str, int]) -> bytes:
-    """The HMAC that shows possession of `key`, in hexadecimal digits. `address` is the server's end of the connection,
-    which both kernels report: a relay to another server of the same key would get that one's proof."""
+    """The HMAC that proves possession of `key`, in hexadecimal digits. `address` is the server's end of the connection,
+    as both kernels report it: one that relays to another server with the same key gets a proof for that address."""
     return hmac.new(key.encode(), b"%s %s %d" % (nonce, address[0].encode(), address[1]), "sha256").hexdigest().encode()
 
 
 class RequireKey:
-    """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key that `variable` holds."""
+    """ASGI middleware: 401 for a request without `Authorization: Bearer` and the key in the variable `variable`."""
 
     def __init__(self, app: App, variable: str = "VLLM_API_KEY") -> None:
         key = os.environ.get(variable, "")
@@ -50,8 +50,8 @@ class RequireKey:
             await send({"type": "http.response.body", "body": b""})
             return
         if scope["type"] in ("http", "websocket"):
-            given = dict(scope.get("headers") or []).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._wanted):
+            authorization = dict(scope.get("headers") or []).get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, self._wanted):
                 await _refuse(scope["type"], send)
                 return
         await self._app(scope, receive, send)
@@ -63,4 +63,4 @@ async def _refuse(kind: str, send: Callable[[Message], Awaitable[None]]) -> None
         return
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": b'{"error": "this server asks for its key"}'})
+    await send({"type": "http.response.body", "body": b'{"error": "this server requires its key"}'})

@@ -1,19 +1,19 @@
-"""The receiving end of a weight sync's broadcast: rank 0 is the trainer, the workers of all servers are the others.
+"""The receiving end of a weight sync's broadcast: rank 0 is the trainer, the other ranks are all servers' workers.
 
     trainer ──▶ worker 1 ──▶ worker 2 ──▶ ... ──▶ worker n          gloo: a chain, in chunks
 
-Over gloo every worker passes each chunk on as soon as it has it, so that one copy of the weights leaves the trainer
-however many servers there are (gloo's own broadcast is a tree: log2(n) copies). Worker i waits for the chunks of worker
-i - 1. If that one dies, the kernel closes its sockets, the wait ends with an error, and leaving the group closes ours,
-so the next worker of the chain fails in its turn. A failure behind a worker never makes it fail. Over NCCL a broadcast
-is such a chain already. Its kernel does not notice that a member has died, so a thread waits for a key that the trainer
-then sets in the group's store, and aborts.
+Over gloo every worker passes each chunk on as soon as it has it, so the trainer sends one copy of the weights however
+many servers there are (gloo's own broadcast is a tree: log2(n) copies). Worker i waits for the chunks of worker i - 1.
+If that worker dies, the kernel closes its sockets and the wait fails. Worker i then leaves the group, which closes its
+own sockets, so the next worker fails in turn. A failure later in the chain never makes a worker fail. Over NCCL a
+broadcast is such a chain already. Its kernel does not notice that a member has died: the trainer then sets a key in the
+group's store, and a thread that waits for this key aborts the group.
 
-The members of a group know each other by a secret that came with the request to join. Without it another program could
-take a worker's place and be sent the weights: torch's store lets every program that reaches its port list, read and
-replace the members' addresses (`Sealed`), and gloo accepts as a member the first connection with the number in them
-(`prove`). NCCL's store is torch's own, because its watchdog threads use it too: there only the proofs count
-(`prove_to_all`). Both ends use these.
+The members of a group authenticate each other with a secret that was sent in the request to join. Without it another
+program could take a worker's place and receive the weights: any program that reaches the port of torch's store can
+list, read and replace the members' addresses (`Sealed`), and gloo accepts the first connection with the number in an
+address as that member (`prove`). NCCL needs torch's own store, because its watchdog threads use it too, so there only
+the proofs protect the group (`prove_to_all`). Both ends use these.
 
 Imports torch only: it runs in the engine's environment, in the trainer, and in the receivers of benchmarks/data_plane.
 """
@@ -36,11 +36,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 PREFIX = "dppo"
 GIVEN_UP = "given up"
-"""Key that the trainer sets when a member has failed: the group is of no more use to the others."""
+"""Key that the trainer sets when a member has failed, so that the others abort the group."""
 
 
 class Sealed(Store):
-    """A store whose values carry a tag made with `secret`. C++ calls it: keep it as long as what uses it."""
+    """A store whose values are authenticated with `secret`. C++ calls it: keep a reference while a group uses it."""
 
     def __init__(self, store: Store, secret: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Sealed(Store):
     def get(self, key: str) -> bytes:
         content = self._store.get(key)
         if not hmac.compare_digest(content[-32:], self._tag(key, content[:-32])):
-            raise RuntimeError("somebody who is no member has written into the group's store")
+            raise RuntimeError("a program that is not a member has written to the group's store")
         return content[:-32]
 
     def wait(self, *arguments: Any) -> None:
@@ -63,13 +63,13 @@ class Sealed(Store):
 
 
 def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> None:
-    """Prove to the group's member `peer` that we know the secret. Raises RuntimeError unless it proves the same."""
+    """Prove to member `peer` that this member knows the secret. Raises RuntimeError unless it proves the same."""
 
     def swapped(mine: bytes) -> bytes:
         theirs = torch.empty(32, dtype=torch.uint8)
-        leaving = group.send([torch.tensor(list(mine), dtype=torch.uint8)], peer, 0)
+        sending = group.send([torch.tensor(list(mine), dtype=torch.uint8)], peer, 0)
         group.recv([theirs], peer, 0).wait(timeout)
-        leaving.wait(timeout)
+        sending.wait(timeout)
         return bytes(theirs.tolist())
 
     def proof(prover: int, verifier: int, nonce: bytes) -> bytes:
@@ -77,23 +77,23 @@ def prove(group: Any, secret: str, rank: int, peer: int, timeout: timedelta) -> 
 
     nonce = os.urandom(32)
     if not hmac.compare_digest(swapped(proof(rank, peer, swapped(nonce))), proof(peer, rank, nonce)):
-        raise RuntimeError(f"who has connected as member {peer} of the group does not know its secret")
+        raise RuntimeError(f"the program that connected as member {peer} of the group does not know its secret")
 
 
 def prove_to_all(group: Any, secret: str, rank: int, world_size: int, device: torch.device) -> None:
-    """Prove to all members of an NCCL group that we know the secret. Raises RuntimeError unless each proves the same.
-    The proof of a place is of use in no other, so that it may be seen by all."""
+    """Prove to all members of an NCCL group that this member knows the secret. Raises RuntimeError unless each proves
+    the same. All members may see a proof, since it is valid for its own rank only."""
     proofs = [list(hmac.new(secret.encode(), b"member %d" % member, "sha256").digest()) for member in range(world_size)]
     mine = torch.tensor(proofs[rank], dtype=torch.uint8, device=device)
     shown = [torch.empty_like(mine) for _ in proofs]
     group.allgather([shown], [mine]).wait()
     for member, (theirs, expected) in enumerate(zip(shown, proofs, strict=True)):
         if not hmac.compare_digest(bytes(theirs.tolist()), bytes(expected)):
-            raise RuntimeError(f"who has connected as member {member} of the group does not know its secret")
+            raise RuntimeError(f"the program that connected as member {member} of the group does not know its secret")
 
 
 class ChainReceiver:
-    """One worker's place in the chain."""
+    """One worker of the chain."""
 
     def __init__(
         self,
@@ -114,34 +114,34 @@ class ChainReceiver:
                 prove(self._group, secret, rank, neighbour, joining)
         self._chunk_bytes = chunk_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)
-        """Kept between buckets and syncs: touching fresh memory costs as much as filling it."""
-        self._leaving: list[Any] = []
-        """What is still passed on of the last bucket; nothing by the next one, which begins when all have the last."""
+        """Kept between buckets and syncs: the first write to newly allocated memory doubles the cost of filling it."""
+        self._sending: list[Any] = []
+        """Sends of the last bucket; complete when the next one begins, since all workers have the last one by then."""
 
     def receive(self, num_bytes: int) -> torch.Tensor:
-        """The next bucket, [num_bytes], filled again by the next call. Passes it on, and returns when all of it is
-        here. Raises RuntimeError if it does not come; the group is then left."""
+        """The next bucket, [num_bytes], in memory that the next call overwrites. Passes it on; returns when all of it
+        has arrived. Raises RuntimeError if it does not arrive, after leaving the group."""
         if self._memory.nbytes < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         memory = self._memory[:num_bytes]
         if problem := self._pass_on(torch.split(memory, self._chunk_bytes)):
-            self._group, self._leaving = None, []  # the group's sockets close with its last reference
+            self._group, self._sending = None, []  # the group's sockets close with its last reference
             raise RuntimeError(f"the weights stopped coming: {problem}")
         return memory
 
     def _pass_on(self, chunks: Sequence[torch.Tensor]) -> str:
-        """Returns what went wrong as text: a traceback would keep the group."""
+        """Returns an error as text: an exception's traceback would keep a reference to the group."""
         deadline = time.monotonic() + self._timeout.total_seconds()
 
         def left() -> timedelta:
-            """Of the time for the whole bucket. Given to each wait: without a timeout gloo uses the join timeout,
-            whatever `set_timeout` was given. Never 0, which counts as none."""
+            """Time left for the whole bucket. Each wait needs it: without a timeout gloo uses the join timeout, even
+            after `set_timeout`. Never 0, which means no timeout."""
             return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
-        for work in self._leaving:
+        for work in self._sending:
             with contextlib.suppress(RuntimeError):
                 work.wait(left())
-        self._leaving = []
+        self._sending = []
         arriving = [self._group.recv([chunk], self._previous, tag) for tag, chunk in enumerate(chunks)]
         for tag, (chunk, work) in enumerate(zip(chunks, arriving, strict=True)):
             try:
@@ -150,14 +150,14 @@ class ChainReceiver:
                 return str(error) or type(error).__name__
             if self._next is not None:
                 try:
-                    self._leaving.append(self._group.send([chunk], self._next, tag))
-                except RuntimeError:
+                    self._sending.append(self._group.send([chunk], self._next, tag))
+                except RuntimeError:  # the next worker is dead; this one still takes its weights
                     self._next = None
         return ""
 
 
 class BroadcastReceiver:
-    """One worker's end of an NCCL group. No GPU has run it."""
+    """One worker's end of an NCCL group. Not run on a GPU so far."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, timeout: timedelta, secret: str, device: torch.device
@@ -165,15 +165,15 @@ class BroadcastReceiver:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._unproven: tuple[str, int, int] | None = (secret, rank, world_size)
         options = dist.ProcessGroupNCCL.Options()
-        # longer than the trainer waits: torch ends this whole process when a broadcast is what times out first
+        # longer than the trainer's timeout: torch kills this whole process if a broadcast times out here first
         options._timeout = 2 * timeout
         self._group: Any = dist.ProcessGroupNCCL(PrefixStore(PREFIX, store), rank, world_size, options)
-        watched = store.clone()  # type: ignore[attr-defined] # a client that waits holds up every other question
+        watched = store.clone()  # type: ignore[attr-defined] # a waiting client blocks all its other requests
         threading.Thread(target=_abort_when_given_up, args=(watched, self._group), daemon=True).start()
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         """As `ChainReceiver.receive`."""
-        if self._unproven is not None:  # not while joining: NCCL's first call waits for all, and nothing can end that
+        if self._unproven is not None:  # not in __init__: NCCL's first call waits for all members, and cannot be ended
             prove_to_all(self._group, *self._unproven, self._memory.device)
             self._unproven = None
         if self._memory.nbytes < num_bytes:
@@ -187,13 +187,13 @@ class BroadcastReceiver:
         return memory
 
     def free(self) -> None:
-        """Between syncs the engine needs the memory."""
+        """Release the memory, which the engine needs between syncs."""
         self._memory = self._memory.new_empty(0)
 
 
 def _abort_when_given_up(store: Store, group: Any) -> None:
-    """The store ends with the trainer's end of the group, which a killed trainer has not given up: torch would end this
-    process too, for a broadcast that never comes."""
+    """Abort when the trainer sets the key, or when its store is gone because it was killed. Otherwise torch would kill
+    this process too, for a broadcast that never completes."""
     with contextlib.suppress(RuntimeError):
         store.wait([GIVEN_UP], timedelta(days=365))
     with contextlib.suppress(RuntimeError):
@@ -201,13 +201,13 @@ def _abort_when_given_up(store: Store, group: Any) -> None:
 
 
 def map_memory(memory: dict[str, Any]) -> torch.Tensor:
-    """The trainer's buffer of bytes, from `SharedBuffer.handle()`. GPUs are found by UUID: CUDA_VISIBLE_DEVICES may
-    number them differently here than in the trainer. Raises RuntimeError."""
+    """Map the trainer's buffer of bytes, from `SharedBuffer.handle()`. GPUs are found by UUID, as CUDA_VISIBLE_DEVICES
+    may number them differently here than in the trainer. Raises RuntimeError."""
     if "path" in memory:
         return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if memory["uuid"] not in uuids:
-        raise RuntimeError(f"the weights lie on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
+        raise RuntimeError(f"the weights are on GPU {memory['uuid']}; this worker sees only {', '.join(uuids)}")
     handle, counter, event = (base64.b64decode(memory[name]) for name in ("handle", "counter", "event"))
     storage = torch.UntypedStorage._new_shared_cuda(
         uuids.index(memory["uuid"]),
@@ -223,16 +223,17 @@ def map_memory(memory: dict[str, Any]) -> torch.Tensor:
 
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2", "NCCL_NVLS_ENABLE": "2"}
-"""What NCCL takes where the variable is not set: on, if the device can."""
+"""NCCL's defaults if the variables are not set: on, if the device supports it."""
 NCCL_PINNED = {"NCCL_MIN_NCHANNELS": "-2", "NCCL_MAX_NCHANNELS": "-2"}
 NCCL_PINNED |= {"NCCL_PROTO": "", "NCCL_ALGO": "", "NCCL_NTHREADS": ""}
-"""What engines set to sum in one order: SGLang 0.5.23 with --enable-deterministic-inference and --tp-size above 1, vLLM
-0.32.0 with VLLM_BATCH_INVARIANT. Each member of a communicator goes by its own and asks no other; defaults as above.
-NCCL_ALGO that names all-reduces alone leaves other collectives none from NCCL 2.31 on, as vLLM says."""
+"""Variables that engines set to fix the order of sums, with NCCL's defaults: SGLang 0.5.23 with
+--enable-deterministic-inference and --tp-size above 1, vLLM 0.32.0 with VLLM_BATCH_INVARIANT. Each member of a
+communicator uses its own values without comparing them. From NCCL 2.31 on, an NCCL_ALGO that names only all-reduces
+leaves the other collectives no algorithm, according to vLLM."""
 
 
 def nccl_settings() -> dict[str, str]:
-    """`version`, and the variables as NCCL would read them here; empty where torch has no NCCL."""
+    """`version`, and the variables as NCCL would read them in this process; empty if torch has no NCCL."""
     try:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except AttributeError:
@@ -242,9 +243,9 @@ def nccl_settings() -> dict[str, str]:
 
 
 def nccl_difference(theirs: dict[str, str]) -> str:
-    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if one is empty. NCCL
-    refuses another version when it connects; with cuMem on at one end only, or other channels, it fails or hangs in
-    the first transfer."""
+    """Why `theirs` and this process cannot be in one communicator; empty if they can, or if either is not known. NCCL
+    refuses another version when it connects; with cuMem on at one end only, or with different channels, it fails or
+    hangs in the first transfer."""
     own = nccl_settings()
     if not own or not theirs:
         return ""
