@@ -69,7 +69,7 @@ def sized(
         if source.factor is not None:
             together = together * source.factor
         size = None if source.factor is None else bias(source.factor, source.lost)
-        ledger += [row.sized(size, source.unknown) for row in source.rows]
+        ledger += [row.with_bias(size, source.unknown) for row in source.rows]
     known = all(source.factor is not None for source in sources if source.rows)
     return tuple(ledger), bias(together, sum(source.lost for source in sources)) if known else None
 
@@ -88,7 +88,7 @@ def whitening_factor(
         moment, count: [K] sum of squared centred rewards of each group, and its graded completions.
         eps: added to the deviation.
     """
-    if not len(moment) or any(one.again is None and (one.inclusion_prob % 1.0).any() for one in prompts):
+    if not len(moment) or any(one.redraw is None and (one.inclusion_prob % 1.0).any() for one in prompts):
         return None
     kept = np.concatenate([one.kept for one in prompts])
     pi = np.concatenate([one.inclusion_prob for one in prompts])
@@ -97,7 +97,7 @@ def whitening_factor(
     moments[~kept] *= np.resize([1.0 - _SPREAD, 1.0 + _SPREAD], int((~kept).sum()))
     rng, draws = np.random.default_rng(0), draws_enough(len(pi))
     weight = np.concatenate(
-        [np.tile(one.weight, (draws, 1)) if one.again is None else one.again(rng, draws) for one in prompts], axis=1
+        [np.tile(one.weight, (draws, 1)) if one.redraw is None else one.redraw(rng, draws) for one in prompts], axis=1
     )
 
     def divisor(total: FloatArray, graded: FloatArray) -> FloatArray:
