@@ -227,15 +227,15 @@ class _Trial:
         rows = torch.cat(parts, dim=1)
         sequence = torch.arange(len(parts)).repeat_interleave(torch.tensor([part.shape[1] for part in parts]))
         inputs = [rows[row].clone().requires_grad_() for row in (0, 1)]
-        others = rows[2:7].clone()
-        batch = TokenBatch(*inputs, others[0], others[1], others[2], others[3], others[4], sequence.clone())
+        fixed = rows[2:7].clone()
+        batch = TokenBatch(inputs[0], inputs[1], fixed[0], fixed[1], fixed[2], fixed[3], fixed[4], sequence.clone())
         try:
             result = self.function(batch, self.config)
         except Exception as error:
             message = f"{self.setting}: raised {type(error).__name__} on a small made-up batch: {error}"
             raise UserError(message) from error
         check_result(result, batch, self.config.function)
-        if not (torch.equal(torch.stack([*inputs, *others]), rows[:7]) and torch.equal(batch.sequence, sequence)):
+        if not (torch.equal(torch.stack([*inputs, *fixed]), rows[:7]) and torch.equal(batch.sequence, sequence)):
             self.refuse("changes its batch in place; work on a copy")
         loss = torch.where(rows[6] > 0, result.loss, 0.0)
         gradients: tuple[Tensor | None, ...] = (None, None)

@@ -187,7 +187,7 @@ class FittedScore(Stateful):
             # the longer ago a visit was, the less its outcome predicts
             np.where(seen & (kind != _MIXED), np.log(epochs), 0.0),
             np.where(tokens > 0, np.log(np.maximum(tokens, 1e-9) / usual), 0.0),
-            # the only column that differs if every group has gradient (graded rewards, large groups)
+            # the only distinction between outcomes if every group has gradient (graded rewards, large groups)
             np.where(kind == _MIXED, _MOMENT * _logs_over_usual(arrays["moment"][ids]), 0.0),
         ]
         known = np.stack(columns, axis=1)

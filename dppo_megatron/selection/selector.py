@@ -203,11 +203,10 @@ class Selector:
         # without the prompt's weight, or the weight would feed back into the score that determines the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         squared = rollouts.counted(np.where(requested, squared, 0.0)) * (self._group / prompts.size)[:, None]
-        present = missing.present
-        seen = replace(rollouts, rewards=np.where(present, rollouts.rewards, math.nan))  # a single reward is not used
-        moment = np.where(present, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
+        seen = replace(rollouts, rewards=np.where(missing.present, rollouts.rewards, math.nan))  # no single rewards
+        moment = np.where(missing.present, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
         of.outcome, of.missing = (prompts, seen, moment), missing
-        trainable, filtered = self._coefficients.trainable(rollouts, present & groups.kept[:, None])
+        trainable, filtered = self._coefficients.trainable(rollouts, missing.present & groups.kept[:, None])
         nominal = self.prompts_per_step * self._group
         group_weight = groups.weight * missing.weight
         batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
