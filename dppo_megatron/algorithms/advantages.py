@@ -163,12 +163,12 @@ def early_stop_advantages(
     Example: rewards 1, 0, NaN, the first with weight 2, the last stopped; prior (1, 1). m of the second is
     1/2 + (2 x 1/2 + 0) / 2 = 1, and its advantage -1.
     """
-    there = ~np.isnan(rewards)
-    known = there | (stands_for == 0)  # all except failed gradings
+    graded = ~np.isnan(rewards)
+    known = graded | (stands_for == 0)  # all except failed gradings
     others = np.maximum(known.sum(axis=1, keepdims=True) - 1, 1)
     usual = prior[:, :1] / prior.sum(axis=1, keepdims=True)
-    counts = np.where(there, stands_for, 0.0)
-    above = counts * np.where(there, rewards - usual, 0.0)
+    counts = np.where(graded, stands_for, 0.0)
+    above = counts * np.where(graded, rewards - usual, 0.0)
     mean = usual + (above.sum(axis=1, keepdims=True) - above) / others
     shift = np.zeros(rewards.shape)
     if to_posterior:
@@ -178,7 +178,7 @@ def early_stop_advantages(
             shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / others
     whole = (stands_for == 1).all(axis=1, keepdims=True)  # the plain formula is exactly 0 for equal rewards
     plain = posterior_advantages(rewards, prior, lengths) if to_posterior else rloo_advantages(rewards)
-    advantages: FloatArray = np.where(whole, plain, np.where(there, rewards - mean + shift, 0.0))
+    advantages: FloatArray = np.where(whole, plain, np.where(graded, rewards - mean + shift, 0.0))
     return advantages
 
 
@@ -191,13 +191,13 @@ def early_stop_noise(
     E[w (w - 1)] is the variance of w. With `to_posterior` the part from rewards is shrunk as m is (taking lengths as
     equal), the part from the penalty is not.
     """
-    there = ~np.isnan(rewards)
-    others = np.maximum((there | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
+    graded = ~np.isnan(rewards)
+    others = np.maximum((graded | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
     total = prior.sum(axis=1, keepdims=True)
     share = others / (total + others) if to_posterior else 1.0
-    above = np.where(there, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
-    each = np.where(there, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
-    noise: FloatArray = np.where(there, each.sum(axis=1, keepdims=True) - each, 0.0)
+    above = np.where(graded, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
+    each = np.where(graded, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
+    noise: FloatArray = np.where(graded, each.sum(axis=1, keepdims=True) - each, 0.0)
     return noise
 
 

@@ -309,7 +309,7 @@ def _checked(choice: Any, count: int, method: str) -> Choice:
     if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
-    # without `least_kept`: whether a cap can bind must not rest on the user's claim
+    # without `least_kept`: whether a cap can bind must not depend on the user's claim
     return pi if kept is None else Draw(np.array(kept), pi, fixed_size)
 
 

@@ -152,8 +152,8 @@ class DeclaredTest:
         if np.logaddexp.reduce(gains, axis=None) >= math.log(gains.size / _FALSE_ALARM):
             name = max(self.gains, key=lambda name: float(self.gains[name].max()))
             self.refuted = (
-                f"what was kept in {self.draws} draws refutes its probabilities, most plainly by {name}; true ones come"
-                f" to this in one run of {1 / _FALSE_ALARM:,.0f}"
+                f"what was kept in {self.draws} draws refutes its probabilities, most clearly by {name}; with correct"
+                f" ones this happens in at most one run of {1 / _FALSE_ALARM:,.0f}"
             )
 
     def judged(self, selection: Selection) -> Selection:

@@ -127,9 +127,9 @@ def step_variance(
     their completions: the full batch's sum is estimated as 2 x 1 + 4 = 6, and the draw's is 4 x 1 + 4 = 8.
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
-    own = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
-    full_batch, moment = (own, own) if sizes is None else (own * sizes.usual, own * sizes.share)
-    counts = np.ones(len(own)) if ended is None else ended.counts
+    squared = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    full_batch, moment = (squared, squared) if sizes is None else (squared * sizes.usual, squared * sizes.share)
+    counts = np.ones(len(squared)) if ended is None else ended.counts
     drawn_weight = batch.prompt_weight / stands_for  # still contains `counts`: w e of the module docstring
     weight = drawn_weight * completions.weight
     factors = drawn_weight, np.square(drawn_weight) / counts, np.square(drawn_weight), np.square(weight)
@@ -149,7 +149,7 @@ def step_variance(
         Growth(completions.growth, kept / drawn if drawn else 1.0),
         by_sizes,
         by_stops,
-        float(np.sum(stands_for * np.square(weight) * own)),
+        float(np.sum(stands_for * np.square(weight) * squared)),
         float(np.sum(weight * full_batch)),
     )
 

@@ -81,8 +81,8 @@ class Coefficients:
             return advantages * (1.0 - 1.0 / self._size if self._settings.objective.advantage == "group_mean" else 1.0)
         if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
             return advantages  # a mean of the others needs no factor, and for group_std no factor is right
-        own = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
-        scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own))
+        own_share = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
+        scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own_share))
         return scaled
 
     def baseline_noise(self, rollouts: Rollouts, prior: FloatArray | None) -> FloatArray:
