@@ -64,10 +64,10 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """By the estimator, the design, and the cap compared with 1 / min_inclusion_prob; exact if the method keeps
-        everything."""
+        """By the estimator, the design, and the cap compared with 1 / min_inclusion_prob; exact if only completions
+        without gradient are dropped."""
         config = self.config
-        if self._keeps_all:
+        if self._keeps_all_gradient:
             return "exact"
         return label_of_settings(
             config.estimator,
@@ -78,7 +78,7 @@ class DppoCompletionPolicy(CompletionPolicy):
         )
 
     @property
-    def _keeps_all(self) -> bool:
+    def _keeps_all_gradient(self) -> bool:
         return self.rate == 0
 
     @property
@@ -162,7 +162,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         _check_support(key, config.min_inclusion_prob)
 
     @property
-    def _keeps_all(self) -> bool:
+    def _keeps_all_gradient(self) -> bool:
         return self._cost_ratio == 0
 
     @property

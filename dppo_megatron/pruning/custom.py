@@ -172,8 +172,8 @@ class _Plugged(Policy):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
     def _check_support(self, draw: Draw, live: BoolArray) -> None:
-        """Raise `UserError` for a design that contradicts itself, or whose probability of a row with gradient is below
-        the floor: so rarely kept, no run could show whether it ever is."""
+        """Raise `UserError` for a design that contradicts itself, or that gives a row with gradient a probability below
+        the floor: no run could show whether a row that is kept so rarely ever is."""
         pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
         for wrong, problem in (
             (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),

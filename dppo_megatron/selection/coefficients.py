@@ -37,7 +37,7 @@ _OWN_LOSS = (
 
 
 def is_of_method(row: str) -> bool:
-    """Whether the ledger row is about the method, not the data, engine or objective, which cause it unpruned too."""
+    """Whether the ledger row is about the method; rows about data, engine or objective appear without pruning too."""
     if row.startswith(("data/", "rollout/")):
         return row in (_SIZES, EARLY_STOP)
     return row not in (_FILTER, _POSTERIOR, TOKENS)
@@ -65,8 +65,8 @@ class Coefficients:
         """[K, G] from the full groups' rewards and length penalties; `group_weight` [K], `prior` [K, 2] as Beta
         parameters from before the step.
 
-        A mean that contains the completion itself reduces its advantage by a share of 1 / m, m the size of the group:
-        by more if some of the group are missing. The advantages are rescaled to undo that.
+        A mean that contains the completion itself reduces its advantage by a share of 1 / m, m the group's number of
+        rewards: by more if some are missing. The advantages are rescaled to the share 1 / G of a full group.
         """
         advantages = make_advantages(
             rollouts.rewards,
@@ -121,8 +121,8 @@ class Coefficients:
             " length of the expected gradient and not its direction"
         )
         row = LedgerRow("denominator/token_mean", 1.0, "ratio", note)
-        true = self._true_over(expected, _mean_lengths(rollouts, prompts), minibatch, prompts.inclusion_prob)
-        factor = np.where(skips, true, 1.0)[minibatch][:, None]
+        ratio = self._true_over(expected, _mean_lengths(rollouts, prompts), minibatch, prompts.inclusion_prob)
+        factor = np.where(skips, ratio, 1.0)[minibatch][:, None]
         return self._divisor(lengths, np.where(skips, expected, tokens)[minibatch]), BiasSource((row,), factor)
 
     def _true_over(

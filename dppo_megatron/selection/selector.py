@@ -176,9 +176,9 @@ class Selector:
     def refill(self, rewards: FloatArray, step: int) -> PromptDraw | None:
         """More prompts, for methods that sample until enough groups have variance; None if there are enough.
         rewards [groups, G]: of all groups of the step so far."""
-        of = self._open_step(step)
-        missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=of.rounds)
-        return self._choose(min(missing, self._order.num_prompts), of, 1) if missing else None
+        state = self._open_step(step)
+        missing = self._prompt_policy.missing_prompts(rewards, step=step - 1, rounds=state.rounds)
+        return self._choose(min(missing, self._order.num_prompts), state, 1) if missing else None
 
     def finish(self, rollouts: Rollouts, step: int) -> TrainSelection:
         """Advantages on full groups, then the completions worth training on.
@@ -186,8 +186,8 @@ class Selector:
         Raises:
             RunAborted, UserError: an outcome that nothing can be selected by; see `check_outcomes`.
         """
-        of, zero_based, width = self._open_step(step), step - 1, rollouts.rewards.shape[1]
-        prompts, sampled = join(of.chosen), rollouts.lengths
+        state, zero_based, width = self._open_step(step), step - 1, rollouts.rewards.shape[1]
+        prompts, sampled = join(state.chosen), rollouts.lengths
         if self._early_stop.after_tokens and width and len(prompts.size) and rollouts.stands_for is None:
             raise ValueError("pruning.early_stop: rollouts that do not say what each completion stands for")
         requested = was_requested(rollouts, prompts.size)
@@ -197,28 +197,28 @@ class Selector:
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         missing = self._missing(rollouts, prompts)
-        prior, known = of.prior()
+        prior, known = state.prior()
         advantages = self._coefficients.advantages(rollouts, prompts.weight * groups.weight, known)
-        denominator, divided = self._denominator(rollouts, minibatch, groups, of, prompts)
+        denominator, divided = self._denominator(rollouts, minibatch, groups, state, prompts)
         # without the prompt's weight, or the weight would feed back into the score that determines the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         squared = rollouts.counted(np.where(requested, squared, 0.0)) * (self._group / prompts.size)[:, None]
         seen = replace(rollouts, rewards=np.where(missing.present, rollouts.rewards, math.nan))  # no single rewards
         moment = np.where(missing.present, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
-        of.outcome, of.missing = (prompts, seen, moment), missing
+        state.outcome, state.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.present & groups.kept[:, None])
         nominal = self.prompts_per_step * self._group
         group_weight = groups.weight * missing.weight
         batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // width], of))
+        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // width], state))
         kept = to_all_rows(completions.kept, rows, rollouts, fill=False)
         weight = to_all_rows(batch.prompt_weight * completions.weight, rows, rollouts, fill=0.0)
-        first, later = of.selections[: self._updates], of.selections[self._updates :]
+        first, later = state.selections[: self._updates], state.selections[self._updates :]
         planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
         expected = to_all_rows(completions.expected_weight, rows, rollouts, fill=1.0)
-        whitened = self._coefficients.whitening(planned, of.selections, rollouts)
+        whitened = self._coefficients.whitening(planned, state.selections, rollouts)
         stops = self._coefficients.early_stop(rollouts, requested)
         others = (
             *(whitened, self._coefficients.baseline(), self._coefficients.sizes(), stops),
@@ -227,11 +227,11 @@ class Selector:
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         rows_of_all, bias = with_estimates(sources, squared, prompts.inclusion_prob)
         ledger, unforeseen = as_foreseen(rows_of_all, missing)
-        variance = self._variance(planned, batch, completions, of, rows)
+        variance = self._variance(planned, batch, completions, state, rows)
         inverse_end_prob = rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()[rows]
-        of.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
-        of.drawn = (np.concatenate(of.offered), offered), (batch.prompt_index, completions)
-        of.deviations = self._deviations(of.drawn, batch)
+        state.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
+        state.drawn = (np.concatenate(state.offered), offered), (batch.prompt_index, completions)
+        state.deviations = self._deviations(state.drawn, batch)
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
@@ -251,7 +251,7 @@ class Selector:
             counts=counts,
             variance=variance,
             effect=offered.effect,
-            offered=np.concatenate(of.offered),
+            offered=np.concatenate(state.offered),
             prompts=prompts,
             completion_prob=to_all_rows(completions.inclusion_prob / inverse_end_prob, rows, rollouts, fill=math.nan),
             has_support=has_support,
@@ -267,19 +267,19 @@ class Selector:
         return ratio
 
     def _variance(
-        self, planned: Selection, batch: CompletionBatch, completions: Selection, of: OpenStep, rows: IntArray
+        self, planned: Selection, batch: CompletionBatch, completions: Selection, state: OpenStep, rows: IntArray
     ) -> StepVariance:
         """Variance growths of a step; `rows` [n] are the trainable completions, in the batch."""
-        assert of.outcome is not None and of.missing is not None
-        prompts, rollouts, _ = of.outcome
+        assert state.outcome is not None and state.missing is not None
+        prompts, rollouts, _ = state.outcome
         group, sizes, ended = rows // rollouts.rewards.shape[1], None, None
         if self._size_factor > 1:
             shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
-            sizes = GroupSizes(*shares, float(np.mean(of.size_growth)) if of.size_growth else 1.0)
+            sizes = GroupSizes(*shares, float(np.mean(state.size_growth)) if state.size_growth else 1.0)
         if rollouts.stands_for is not None:
-            noise = self._coefficients.baseline_noise(rollouts, of.prior()[1])
+            noise = self._coefficients.baseline_noise(rollouts, state.prior()[1])
             ended = EarlyStops(rollouts.stands_for.ravel()[rows], noise.ravel()[rows])
-        stands_for = of.missing.weight[group]
+        stands_for = state.missing.weight[group]
         return step_variance(planned, batch, completions, self._coefficients.slope, stands_for, sizes, ended)
 
     def _missing(self, rollouts: Rollouts, prompts: PromptDraw) -> Missing:
@@ -316,17 +316,17 @@ class Selector:
 
     def feedback(self, cost: StepCost) -> list[str]:
         """Learn what the step cost; returns log lines. Call it once per step, even if the update was skipped."""
-        of = self._open_step(cost.step)
-        if of is not self._open[0] or of.outcome is None or of.missing is None:
+        state = self._open_step(cost.step)
+        if state is not self._open[0] or state.outcome is None or state.missing is None:
             raise ValueError(f"feedback of step {cost.step}, which is not the oldest step that is finished")
-        prompts, rollouts, moment = of.outcome
+        prompts, rollouts, moment = state.outcome
         self._open.pop(0)
         self._settled = self._place()
-        for test, deviation in zip(self._declared, (*of.deviations, of.missing.deviations), strict=True):
+        for test, deviation in zip(self._declared, (*state.deviations, state.missing.deviations), strict=True):
             test.observe(deviation)
-        for test, (ids, drawn) in zip(self._declared, of.drawn, strict=False):
+        for test, (ids, drawn) in zip(self._declared, state.drawn, strict=False):
             test.remember(ids, drawn)
-        prompt_cost, completion_cost = (replace(cost, kept_cost=kept) for kept in of.kept_costs)
+        prompt_cost, completion_cost = (replace(cost, kept_cost=kept) for kept in state.kept_costs)
         outcome = {
             "prompt_index": prompts.prompt_index,
             "rewards": rollouts.rewards,
@@ -339,7 +339,7 @@ class Selector:
         self._past.append(FinishedStep(outcome, asdict(prompt_cost)))
         self._unlearned += 1
         self._coefficients.learn_length(rollouts, prompts)
-        self._losses = self._losses.after(of.missing, prompts.weight, self._sets_of(prompts))
+        self._losses = self._losses.after(state.missing, prompts.weight, self._sets_of(prompts))
         if not self._open:  # otherwise it is learned when the next step begins
             self._learn(cost.step + 1)
         self._past = self._past[max(0, len(self._past) - self._delay) :]
@@ -430,37 +430,37 @@ class Selector:
             for test, (ids, selection), known in zip(self._declared, drawn, facts, strict=False)
         )
 
-    def _choose(self, count: int, of: OpenStep, parts: int) -> PromptDraw:
+    def _choose(self, count: int, state: OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)
-        seen = np.concatenate([*of.offered, np.empty(0, np.int64)])
+        seen = np.concatenate([*state.offered, np.empty(0, np.int64)])
         nominal = nominal[~np.isin(nominal, seen)]  # a refill may run into the next epoch and repeat prompts
-        of.offered.append(nominal)
+        state.offered.append(nominal)
         if self._reads_prior:
-            of.priors.append(np.stack(self._prompt_policy.history.posterior(nominal, of.number - 1), axis=1))
-        of.rounds += 1
+            state.priors.append(np.stack(self._prompt_policy.history.posterior(nominal, state.number - 1), axis=1))
+        state.rounds += 1
         chosen = []
         for index, candidates in enumerate(np.array_split(nominal, parts)):
-            selection = self._prompt_policy.select(candidates, step=of.number - 1, minibatch=len(of.selections))
+            selection = self._prompt_policy.select(candidates, step=state.number - 1, minibatch=len(state.selections))
             kept = selection.kept
             ids, minibatch = candidates[kept], np.full(int(kept.sum()), index, dtype=np.int64)
             columns = selection.inclusion_prob[kept], selection.weight[kept], minibatch, selection.planned[kept]
-            sizes = self._sizes(ids, selection.weight[kept], of)
-            limits = draw_limits(self._early_stop, self._seed, ids, of.number, self._width, self._longest)
+            sizes = self._sizes(ids, selection.weight[kept], state)
+            limits = draw_limits(self._early_stop, self._seed, ids, state.number, self._width, self._longest)
             chosen.append(PromptDraw(ids, *columns, sizes, limits))
-            of.selections.append(selection)
-        of.chosen += chosen
+            state.selections.append(selection)
+        state.chosen += chosen
         return join(chosen)
 
-    def _sizes(self, ids: IntArray, weight: FloatArray, of: OpenStep) -> IntArray:
+    def _sizes(self, ids: IntArray, weight: FloatArray, state: OpenStep) -> IntArray:
         """[n] completions to sample of the chosen prompts `ids` with weights `weight`."""
-        expected = self._prompt_policy.expected(ids, of.number - 1) if self._size_factor > 1 and len(ids) else None
+        expected = self._prompt_policy.expected(ids, state.number - 1) if self._size_factor > 1 and len(ids) else None
         if expected is None:
             return np.full(len(ids), self._group)
         moment, cost = expected
         sizes = group_sizes(weight * np.sqrt(moment / cost), self._group, self._size_factor)
         # the product of G / n, the weight of each completion, and (1 - 1/G) / (1 - 1/n), for the baseline
         noisier = (self._group - 1) / (sizes - 1)
-        of.size_growth.append(float(weight @ (moment * noisier)) / float(weight @ moment))
+        state.size_growth.append(float(weight @ (moment * noisier)) / float(weight @ moment))
         return sizes
 
     def _assign(self, prompts: PromptDraw, groups: Selection) -> IntArray:
@@ -476,18 +476,18 @@ class Selector:
         return shared
 
     def _denominator(
-        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, of: OpenStep, prompts: PromptDraw
+        self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, state: OpenStep, prompts: PromptDraw
     ) -> tuple[FloatArray, BiasSource]:
         skips = np.bincount(minibatch, prompts.size != self._group, minlength=self._updates) > 0
         skips |= self._early_stop.after_tokens > 0
         if not self._prompt_policy.resamples:  # otherwise the mean is over the kept groups, which are all known
-            skips |= [bool((selection.inclusion_prob < 1).any()) for selection in of.selections]
+            skips |= [bool((selection.inclusion_prob < 1).any()) for selection in state.selections]
         return self._coefficients.denominator(rollouts, minibatch, groups, skips, prompts)
 
-    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, of: OpenStep) -> Selection:
+    def _prune_minibatches(self, batch: CompletionBatch, minibatch: IntArray, state: OpenStep) -> Selection:
         """The completion policy's selection from each mini-batch [n], merged in the order of `batch`."""
         rows = [np.flatnonzero(minibatch == index) for index in range(self._updates)]
         parts = [part(batch, some, self._updates) for some in rows]
-        step, prune = of.number - 1, self._completion_policy.prune
+        step, prune = state.number - 1, self._completion_policy.prune
         pruned = [prune(one, step=step, minibatch=k, capacity=self._capacity) for k, one in enumerate(parts)]
         return merge(pruned, np.argsort(np.concatenate(rows), kind="stable"))
