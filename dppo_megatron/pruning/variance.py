@@ -8,10 +8,10 @@ with its prompt's weight w, so a step's full batch is estimated from them. The f
     by dropping completions    sum W^2 s^2 / sum w^2 s^2
     by both                    sum W^2 s^2 / sum w s^2, the product
 
-If completions may be stopped early, those that finish have a weight e that makes up for the others: the sums above have
-e s^2 in place of s^2, and a factor sum w^2 e^2 s^2 / sum w^2 e s^2 comes between the two. Baselines then use only the
-group mates that finished, which makes them noisier than the full batch's; e s^2 contains that noise too, so it is
-subtracted from the full batch's variance and counts as growth by stopping.
+If completions may be stopped early, those that finish have a weight e that makes up for the others. By prompts, the
+sums then have e s^2 in place of s^2; by completions, w e in place of w; and stopping has grown the variance in between
+by sum w^2 e^2 s^2 / sum w^2 e s^2. Baselines then use only the group mates that finished, which makes them noisier than
+the full batch's. e s^2 contains that noise, so it is subtracted from the full batch's sum: it is growth by stopping.
 
 If groups have several sizes, a group of n counts as one of G: each completion G / n times. The full batch would have
 had G of them, each with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. This factor

@@ -59,7 +59,7 @@ class Rollouts:
     unfinished: BoolArray | None = None
     """[K, G] generation never finished. None if not recorded: completions without tokens and reward count as so."""
     by_chance: BoolArray | None = None
-    """[K, G] the cause of a missing reward cannot depend on the completion's content. None: no cause is known."""
+    """[K, G] the cause of a missing reward cannot depend on the completion's content. None: not known of any."""
     stands_for: FloatArray | None = None
     """[K, G] weight of each completion that makes up for those stopped early, which have 0. None: none could be."""
 

@@ -203,7 +203,7 @@ class Selector:
         # without the prompt's weight, or the weight would feed back into the score that determines the next weight
         squared = missing.estimated(self._coefficients.squared_norms(rollouts, advantages, denominator))
         squared = rollouts.counted(np.where(requested, squared, 0.0)) * (self._group / prompts.size)[:, None]
-        seen = replace(rollouts, rewards=np.where(missing.present, rollouts.rewards, math.nan))  # no single rewards
+        seen = replace(rollouts, rewards=np.where(missing.present, rollouts.rewards, math.nan))  # drops lone rewards
         moment = np.where(missing.present, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
         state.outcome, state.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.present & groups.kept[:, None])
