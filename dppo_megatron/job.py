@@ -44,7 +44,7 @@ from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, check_gpus, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
-from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_own, try_prompts
+from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_policies, try_prompt_policy
 from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader
@@ -187,8 +187,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     if train_sets:
         rollout, features = config.rollout, features_of([one.columns for one in train_sets.values()])
-        longest = rollout.sampling.max_completion_tokens
-        try_prompts(config.pruning.prompt, features, rollout.prompts_per_step, rollout.completions_per_prompt, longest)
+        sizes = rollout.prompts_per_step, rollout.completions_per_prompt, rollout.sampling.max_completion_tokens
+        try_prompt_policy(config.pruning.prompt, features, *sizes)
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -291,7 +291,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
     longest, slope = config.rollout.sampling.max_completion_tokens, zero_advantage_slope(config.objective)
-    try_own(config.pruning, minibatch // size, size, longest, slope)
+    try_policies(config.pruning, minibatch // size, size, longest, slope)
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

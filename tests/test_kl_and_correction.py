@@ -17,7 +17,7 @@ from support.tiny import write_model
 from torch import Tensor
 
 from dppo_megatron.algorithms.advantages import denominators, make_advantages
-from dppo_megatron.algorithms.correction import Mismatch, importance_factor, left_over
+from dppo_megatron.algorithms.correction import Mismatch, correction_error, importance_factor
 from dppo_megatron.algorithms.objectives import check_policy_loss, kl_estimate, make_objective
 from dppo_megatron.algorithms.policy_losses import clip
 from dppo_megatron.algorithms.tokens import PolicyLoss, TokenBatch, TokenLoss, sequence_sums
@@ -297,7 +297,7 @@ def test_the_bias_that_a_correction_leaves_is_about_the_enumerated(level: str, m
     exact.add(old, theirs, 1.0, 1.0, CorrectionConfig("sequence", max_ratio=1e9), 1.0)
     assert exact.bias == pytest.approx(0.0, abs=1e-12)
     assert Mismatch().bias is None
-    of_docstring, exact_ratio = left_over(np.array([0.1, 0.3]), np.zeros(2), CorrectionConfig("token"))
+    of_docstring, exact_ratio = correction_error(np.array([0.1, 0.3]), np.zeros(2), CorrectionConfig("token"))
     np.testing.assert_allclose([*of_docstring, exact_ratio], [-0.387, -0.142, 1.492], atol=1e-3)
 
 

@@ -215,7 +215,7 @@ def test_tokens_a_second_of_what_is_generated_beside_the_rest(
 
 def test_a_bias_is_told_once(tmp_path: Path) -> None:
     """As the mean over the steps; a step without gradient has none, and adds no note."""
-    rows = [LedgerRow("any", 0.5, "biased", "a rule").sized(size) for size in (0.9, 3.8, None)]
+    rows = [LedgerRow("any", 0.5, "biased", "a rule").with_bias(size) for size in (0.9, 3.8, None)]
     lines = [{"step": k, "prune/ledger": [asdict(row)]} for k, row in enumerate(rows, 1)]
     assert [row.note for row in rows] == ["a rule; bias about 90 %", "a rule; bias about 380 %", "a rule"]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -108,9 +108,9 @@ def _finish(rewards: np.ndarray, lengths: np.ndarray, logit_grad_norm: np.ndarra
     [
         ("lengths", 0, RunAborted, "completion 2 of prompt 5 has 0 tokens"),
         ("lengths", -3, RunAborted, "completion 2 of prompt 5 has -3 tokens"),
-        ("logit_grad_norm", np.nan, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
-        ("logit_grad_norm", np.inf, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
-        ("logit_grad_norm", -1.0, RunAborted, "completion 2 of prompt 5 has log-probabilities that are none"),
+        ("logit_grad_norm", np.nan, RunAborted, "completion 2 of prompt 5 has invalid log-probabilities"),
+        ("logit_grad_norm", np.inf, RunAborted, "completion 2 of prompt 5 has invalid log-probabilities"),
+        ("logit_grad_norm", -1.0, RunAborted, "completion 2 of prompt 5 has invalid log-probabilities"),
         ("rewards", np.inf, UserError, "reward of prompt 5, completion 2 is inf: must be within -1e\\+15"),
         ("rewards", 1e300, UserError, "reward of prompt 5, completion 2 is 1e\\+300: must be within -1e\\+15"),
         ("rewards", -1e16, UserError, "reward of prompt 5, completion 2 is -1e\\+16: must be within -1e\\+15"),

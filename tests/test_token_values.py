@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[TokenFunction, str]] = {
     ),
     "raises": (lambda group, *_: TokenValues(group.tokens), "of prompt 3: AttributeError: 'Group' object has no"),
     "at 0": (_values(advantages=np.ones), "where the completion's is 0, .* set objective.zero_advantage_slope"),
-    "draws": (_drawing(), "answers differently when asked again; return probabilities"),
+    "draws": (_drawing(), "gives different results when called again; return probabilities"),
     "changes": (_changing, "ValueError: assignment destination is read-only"),
     "by outcome": (
         lambda group, place, advantage: (ones if advantage > 0 else half)(group, place, advantage),
@@ -250,7 +250,7 @@ def test_what_is_refused_in_a_step(files: Path, tmp_path: Path) -> None:
     """Checked in each answer, naming the completion; all ranks end, with the last step saved. A start reads the
     setting, and finds a slope of use with it."""
     [said, again] = run_ranks(_refused, 2, files, tmp_path / "run")
-    assert said.startswith("step 2: objective.token_values = 'test_token_values:ones', asked for completion")
+    assert said.startswith("step 2: objective.token_values = 'test_token_values:ones', called for completion")
     assert said == again and "gave token 0 weights of nan" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_000001"]
     settings = {"objective__token_values": "test_token_values:constant", "objective__zero_advantage_slope": 0.5}

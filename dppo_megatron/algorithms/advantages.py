@@ -1,8 +1,8 @@
 """Group-relative advantages, the reward shaping before them, and the frozen divisors of token sums.
 
 Computed in float64 from the full group before anything is pruned: recomputing them on the survivors makes the
-estimator nonlinear in the selection and breaks the unbiasedness that the weights buy. Rewards and advantages are
-[groups, G] float64; a reward is NaN where the grader failed.
+estimator nonlinear in the selection and breaks the unbiasedness that the weights provide. Rewards and advantages are
+[groups, G] float64; a reward is NaN if the grader failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dppo_megatron.types import FloatArray, IntArray
 
 
 def overlong_penalty(lengths: IntArray, config: OverlongConfig, max_completion_tokens: int) -> FloatArray:
-    """What is added to the reward for length: DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), any shape.
+    """The amount added to the reward for length: DAPO's soft overlong punishment (arXiv 2503.14476 eq. 13), any shape.
 
     0 up to max_completion_tokens - buffer_tokens, then linear down to -penalty at max_completion_tokens.
     """
@@ -38,22 +38,22 @@ def make_advantages(
     """The advantages of `config.advantage`.
 
     Args:
-        rewards: as graded, which is what a prior is of.
-        group_weights: [groups] what undoes the selection of each group's prompt, for statistics over the step; None:
-            nothing was skipped.
-        lengths, prior: as of `posterior_advantages`, the only ones to read them; without a prior the mean is 1/2.
-        stands_for: as of `early_stop_advantages`, which then are taken, for a group that may be without some rewards.
-        penalty: [groups, G] of each completion's length, added to its reward; of it no prior knows.
+        rewards: as graded, without `penalty`: the prior describes graded rewards.
+        group_weights: [groups] weight that undoes the selection of each group's prompt, for statistics over the step;
+            None: nothing was skipped.
+        lengths, prior: as for `posterior_advantages` and `early_stop_advantages`; without a prior its mean is 1/2.
+        stands_for: as for `early_stop_advantages`, which is used if this is not None.
+        penalty: [groups, G] of each completion's length, added to its reward.
     """
     if stands_for is not None or config.advantage == "posterior_loo":
         known = np.full((len(rewards), 2), 0.5) if prior is None else prior
-        found = _by_prior(rewards, config, lengths, known, stands_for)
+        advantages = _by_prior(rewards, config, lengths, known, stands_for)
         if penalty is None:
-            return found
-        # against the others' mean alone, drawn towards 0 by none but those that were stopped
-        apart = np.where(np.isnan(rewards), np.nan, penalty)
+            return advantages
+        # The prior does not cover penalties: they get the others' mean alone as baseline, with u = 0 for stopped ones.
+        penalties = np.where(np.isnan(rewards), np.nan, penalty)
         counts = np.ones(rewards.shape) if stands_for is None else stands_for
-        both: FloatArray = found + early_stop_advantages(apart, counts, np.tile([0.0, 1.0], (len(rewards), 1)))
+        both: FloatArray = advantages + early_stop_advantages(penalties, counts, np.tile([0.0, 1.0], (len(rewards), 1)))
         return both
     rewards = rewards if penalty is None else rewards + penalty
     if config.advantage == "rloo":
@@ -75,10 +75,10 @@ def _by_prior(
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
-    """Rewards less their group's mean; with `divide_by_std` over (their standard deviation + eps).
+    """Rewards minus their group's mean; with `divide_by_std` divided by (their standard deviation + eps).
 
     `divide_by_std=True` is GRPO (arXiv 2402.03300, eq. 3 with the population standard deviation); False is
-    Dr.GRPO (arXiv 2503.20783). A completion whose grader failed (NaN) is left out of the statistics and gets
+    Dr.GRPO (arXiv 2503.20783). A completion whose grader failed (NaN) is excluded from the statistics and gets
     advantage 0. A group of one, or with equal rewards, has advantage exactly 0.
     """
     graded = ~np.isnan(rewards)
@@ -87,10 +87,10 @@ def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) ->
     centred = np.where(graded, values - values.sum(axis=1, keepdims=True) / count, 0.0)
     low = np.where(graded, rewards, np.inf).min(axis=1, keepdims=True)
     high = np.where(graded, rewards, -np.inf).max(axis=1, keepdims=True)
-    centred = np.where(high > low, centred, 0.0)  # not a rounding error over eps where all rewards are equal
+    centred = np.where(high > low, centred, 0.0)  # or equal rewards would give a rounding error divided by eps
     if not divide_by_std:
         return centred
-    # in units of the largest deviation, whose square can neither overflow nor vanish
+    # in units of the largest deviation, so that squares neither overflow nor underflow
     largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
     unit = np.where(largest > 0, largest, 1.0)
     std = unit * np.sqrt(np.square(centred / unit).sum(axis=1, keepdims=True) / count)
@@ -99,10 +99,10 @@ def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) ->
 
 
 def rloo_advantages(rewards: FloatArray) -> FloatArray:
-    """Each reward less the mean of the group's other rewards: leave-one-out (RLOO, arXiv 2402.14740 eq. 8).
+    """Each reward minus the mean of the group's other rewards: leave-one-out (RLOO, arXiv 2402.14740 eq. 8).
 
-    It is the group-centred reward times n / (n - 1), n the graded completions of the group. NaN and groups without
-    information as in `group_advantages`.
+    It equals the group-centred reward times n / (n - 1), n the graded completions of the group. NaN and groups with
+    equal rewards as in `group_advantages`.
     """
     graded = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     scaled: FloatArray = group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1)
@@ -110,20 +110,20 @@ def rloo_advantages(rewards: FloatArray) -> FloatArray:
 
 
 def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArray | None = None) -> FloatArray:
-    """Each reward less b = (alpha + sum of the group's others) / (alpha + beta + their number).
+    """Each reward minus the baseline b = (alpha + sum of the group's others) / (alpha + beta + their number).
 
-    b knows nothing of its own completion, so it takes nothing from the expected gradient, which is `rloo`'s; the noise
-    of a mean over few others is less. Groups with equal rewards have an advantage here. NaN as in `group_advantages`;
-    so are groups with fewer than two rewards, which have none.
+    b does not depend on the completion itself, so the expected gradient is that of `rloo`, with less noise than from a
+    mean over few others. Groups with equal rewards can have advantages other than 0 here. NaN as in `group_advantages`;
+    groups with fewer than two rewards get advantage 0.
 
-    Divided by its own length (`sequence_mean`), b would depend on its completion, and draw the policy towards long or
-    short ones by how far it is from the true mean. So only m, the others' mean, is divided so, as `rloo` does; b - m is
-    divided by the others' lengths.
+    If the loss divides by the completion's own length (`sequence_mean`), the product with b would depend on the
+    completion, and push the policy towards long or short ones in proportion to the error of b. So only m, the others'
+    mean, is divided by it, as in `rloo`; b - m is divided by the others' lengths.
 
     Args:
         prior: [groups, 2] alpha and beta of each prompt, from before the step.
-        lengths: [groups, G] completion tokens, if the token sum of each completion will be divided by its own; None:
-            by a number that is none of its own.
+        lengths: [groups, G] completion tokens, if each completion's token sum will be divided by its own length; None:
+            the divisor does not depend on it.
 
     Example: rewards 1, 0, 0 and prior (3, 1): b = 3/6, 4/6, 4/6, where the others' means are 0, 1/2, 1/2. Advantages
     1/2, -2/3, -2/3.
@@ -149,26 +149,26 @@ def early_stop_advantages(
     *,
     to_posterior: bool = False,
 ) -> FloatArray:
-    """Each reward less m, the mean of the group's others, of which some were stopped early; or with `to_posterior` less
-    that mean drawn towards the prior, as in `posterior_advantages`.
+    """Each reward minus m, a mean over the group's others of which some were stopped early. With `to_posterior`, m is
+    shrunk towards the prior as in `posterior_advantages`.
 
-    m = u + sum(w (r - u)) / n over the n others, w what one counts and u the prior's mean: in expectation the mean of
-    their rewards, whatever u is, and independent of the completion's own end. The mean of those that came to their end
-    would be that of short ones.
+    m = u + sum(w (r - u)) / n over the n others, with w their weights and u the prior's mean. Its expectation is the
+    mean of their rewards, whatever u is, and it is independent of whether the completion itself finishes. A plain mean
+    over those that finished would describe short completions.
 
     Args:
-        stands_for: [groups, G] w: 0 of those that were stopped early, whose reward is NaN.
-        prior, lengths: as of `posterior_advantages`.
+        stands_for: [groups, G] w: 0 for completions that were stopped early, whose reward is NaN.
+        prior, lengths: as for `posterior_advantages`.
 
     Example: rewards 1, 0, NaN, the first with weight 2, the last stopped; prior (1, 1). m of the second is
     1/2 + (2 x 1/2 + 0) / 2 = 1, and its advantage -1.
     """
-    there = ~np.isnan(rewards)
-    known = there | (stands_for == 0)  # without gradings that failed
+    graded = ~np.isnan(rewards)
+    known = graded | (stands_for == 0)  # all except failed gradings
     others = np.maximum(known.sum(axis=1, keepdims=True) - 1, 1)
     usual = prior[:, :1] / prior.sum(axis=1, keepdims=True)
-    counts = np.where(there, stands_for, 0.0)
-    above = counts * np.where(there, rewards - usual, 0.0)
+    counts = np.where(graded, stands_for, 0.0)
+    above = counts * np.where(graded, rewards - usual, 0.0)
     mean = usual + (above.sum(axis=1, keepdims=True) - above) / others
     shift = np.zeros(rewards.shape)
     if to_posterior:
@@ -176,28 +176,28 @@ def early_stop_advantages(
         if lengths is not None:
             inverse = counts / np.maximum(lengths, 1)
             shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / others
-    whole = (stands_for == 1).all(axis=1, keepdims=True)  # exactly 0 where all rewards are equal
+    whole = (stands_for == 1).all(axis=1, keepdims=True)  # the plain formula is exactly 0 for equal rewards
     plain = posterior_advantages(rewards, prior, lengths) if to_posterior else rloo_advantages(rewards)
-    advantages: FloatArray = np.where(whole, plain, np.where(there, rewards - mean + shift, 0.0))
+    advantages: FloatArray = np.where(whole, plain, np.where(graded, rewards - mean + shift, 0.0))
     return advantages
 
 
 def early_stop_noise(
     rewards: FloatArray, stands_for: FloatArray, prior: FloatArray, penalty: FloatArray, *, to_posterior: bool = False
 ) -> FloatArray:
-    """[groups, G] what the stops of mates add to the square of each of `early_stop_advantages`: the variance of m.
+    """[groups, G] the variance of m, which early stops of group mates add to the square of `early_stop_advantages`.
 
-    Given what all would have come to, sum of w (w - 1) (r - u)^2 / n^2 over the n others is an unbiased estimate of it,
-    as the mean of w (w - 1) is the variance of w. A posterior's is shrunk as its m is, as if lengths were equal; not so
-    what the penalty adds to r.
+    Given all full completions, sum(w (w - 1) (r - u)^2) / n^2 over the n others is an unbiased estimate of it, since
+    E[w (w - 1)] is the variance of w. With `to_posterior` the part from rewards is shrunk as m is (taking lengths as
+    equal), the part from the penalty is not.
     """
-    there = ~np.isnan(rewards)
-    others = np.maximum((there | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
+    graded = ~np.isnan(rewards)
+    others = np.maximum((graded | (stands_for == 0)).sum(axis=1, keepdims=True) - 1, 1)
     total = prior.sum(axis=1, keepdims=True)
     share = others / (total + others) if to_posterior else 1.0
-    above = np.where(there, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
-    each = np.where(there, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
-    noise: FloatArray = np.where(there, each.sum(axis=1, keepdims=True) - each, 0.0)
+    above = np.where(graded, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
+    each = np.where(graded, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
+    noise: FloatArray = np.where(graded, each.sum(axis=1, keepdims=True) - each, 0.0)
     return noise
 
 
@@ -206,8 +206,8 @@ def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: 
 
     The step's mean of group-centred rewards is 0 by construction, so whitening only divides. With some prompts
     skipped, the second moment is the weighted mean over the rolled-out groups, sum(w S) / sum(w n): a ratio estimate
-    of the full batch's, with a bias of order 1 / groups. NaN, eps and groups without information as in
-    `group_advantages`; weights [groups].
+    of the full batch's, with a bias of order 1 / groups. NaN, eps and groups with equal rewards as in
+    `group_advantages`; group_weights [groups].
     """
     centred = group_advantages(rewards, divide_by_std=False, eps=0.0)
     count = float(group_weights @ (~np.isnan(rewards)).sum(axis=1))
@@ -219,16 +219,16 @@ def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: 
 def denominators(
     normalization: str, lengths: IntArray, tokens: FloatArray, *, nominal: int, max_completion_tokens: int
 ) -> FloatArray:
-    """What each completion's token sum is divided by, [K, G] float64: counts of the planned full mini-batch.
+    """The divisor of each completion's token sum, [K, G] float64, from the planned full mini-batch.
 
-    A divisor that counted what survived a selection would depend on the draw, and the estimate would no longer be
+    If the divisor counted what survived a selection, it would depend on the draw, and the estimate would no longer be
     linear in the weights.
 
     Args:
         lengths: [K, G] completion tokens.
-        tokens: [K] completion tokens of the mini-batch that each group belongs to; read by token_mean only.
+        tokens: [K] completion tokens of the mini-batch that each group belongs to; only token_mean reads it.
         nominal: completions of one planned mini-batch, skipped prompts included.
-        max_completion_tokens: read by constant only.
+        max_completion_tokens: only constant reads it.
 
     Example: 2 prompts of 2 completions with lengths 3, 5 and 4, 8 in one mini-batch. sequence_mean: 4 x length = 12,
     20, 16, 32. token_mean: 20 for each. constant with a limit of 10: 40 for each.

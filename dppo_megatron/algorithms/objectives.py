@@ -1,8 +1,8 @@
-"""Builds the one function that the loss hook calls on every micro-batch from the objective's settings.
+"""Builds, from the objective's settings, the one function that the loss hook calls on every micro-batch:
 
     policy loss x rollout correction + kl.coef x KL - entropy_coef x entropy
 
-The hook multiplies the whole of it by the sample's weight and divides by its frozen denominator.
+The hook multiplies the whole loss by the sample's weight and divides it by the frozen denominator.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dppo_megatron.config.objective import KLConfig, ObjectiveConfig, old_is_cur
 from dppo_megatron.types import UserError
 
 _TOLERANCE = 1e-4
-"""Of the pack's largest value: float32 sums in another order differ by 1e-6, one sequence of fifty counts 1e-2."""
+"""Relative to the pack's largest value: float32 sums in another order differ by 1e-6, one sequence of 50 adds 1e-2."""
 _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
-    # tokens of each sequence; scale of advantages and of log-ratios; padding after each, and at the end by itself
+    # tokens of each sequence; scale of advantages and of log-ratios; padding after each sequence, and at the end
     ((4, 4), 1.0, 0.1, 0),
     ((7, 3, 5), 1.0, 0.1, 2),
     ((3, 5, 7, 4), 8.0, 2.0, 0),
@@ -31,27 +31,25 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
     ((4, 6, 3), 0.0, 0.1, 0),
     (tuple(3 + place * 7 % 31 for place in range(50)), 1.0, 0.5, 1),
     ((1500, 20, 500), 0.3, 0.1, 0),
-    ((), 1.0, 0.1, 4),  # what a rank without samples runs
+    ((), 1.0, 0.1, 4),  # the micro-batch of a rank without samples
 )
 _WEIGHTS = (1024.0, 2.0**-20, -1.0)
-"""Powers of two scale float32 without rounding; weights over divisors lie between, negative ones are a user's own."""
-_OWN_FIGURES = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
-"""What a loss's diagnostics may not be called."""
+"""Powers of two scale float32 without rounding; real weight / divisor is between them, below 0 if a user chooses so."""
+_RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
+"""Names that a loss's diagnostics may not have."""
 
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]
 
 
 def make_objective(config: ObjectiveConfig, function: PolicyLoss | None = None) -> Objective:
-    """The configured objective.
+    """The configured objective. `config` is already checked.
 
-    Args:
-        config: checked.
-        function: the user's policy loss, already loaded; None: the built-in one of `config.loss`.
+    function: the user's policy loss, already loaded; None: the built-in `config.loss`.
     """
-    policy_loss, old_is_own = function or POLICY_LOSSES[config.loss], old_is_current(config)
+    policy_loss, on_policy = function or POLICY_LOSSES[config.loss], old_is_current(config)
 
     def objective(batch: TokenBatch) -> TokenLoss:
-        if old_is_own:
+        if on_policy:
             batch = replace(batch, old_logprobs=batch.logprobs.detach())
         result = policy_loss(batch, config)
         if function is not None:
@@ -75,19 +73,19 @@ def make_objective(config: ObjectiveConfig, function: PolicyLoss | None = None) 
 def kl_estimate(batch: TokenBatch, config: KLConfig) -> Tensor:
     """[T] estimate of KL(policy || reference) at each token; differentiable in the policy.
 
-    That a value is an unbiased estimate says nothing about its gradient, because the tokens were drawn from the policy
-    that is differentiated; what follows of gradients is in expectation over on-policy tokens.
+    An unbiased value does not imply an unbiased gradient, because the tokens were drawn from the policy that is
+    differentiated. The statements on gradients below are about their expectation over on-policy tokens.
 
     With d = log reference - log policy, clamped to +-20 (Schulman, "Approximating KL divergence", 2020):
 
-    - k1 = -d. Its gradient is 0 in expectation: as a loss it is noise, in the reward it would be right.
+    - k1 = -d. Its gradient is 0 in expectation: as a loss it is only noise; as part of the reward it would be right.
     - k2 = d^2 / 2. Biased as a value; its gradient is that of KL(policy || reference), on-policy.
     - k3 = exp(d) - d - 1. The value is unbiased and never negative; its gradient is that of KL(reference || policy).
     - k3_unbiased = k3 policy / behaviour. The ratio carries the derivative of the sampling distribution, so the value
       and the gradient are right for each token, off-policy too (arXiv 2506.09477; DeepSeek-V3.2, 2512.02556, 3.1).
 
-    The last holds token by token: how an update changes which prefixes are reached is left out, as in every estimate
-    that is summed over tokens.
+    The last statement holds for each token alone: like every estimate that is summed over tokens, it ignores that an
+    update also changes which prefixes are reached.
     """
     difference = (batch.reference_logprobs - batch.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if config.estimator == "k1":
@@ -106,7 +104,7 @@ def clipped_surrogate(clip_low: float, clip_high: float, dual_clip: float) -> Ob
 
 
 def supervised() -> Objective:
-    """Negative log-likelihood of the given completion: SFT's loss, through the same hook."""
+    """Negative log-likelihood of the completion: the loss of SFT, for the same loss hook."""
 
     def objective(batch: TokenBatch) -> TokenLoss:
         return TokenLoss(-batch.logprobs)
@@ -118,7 +116,7 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
     """Raise UserError unless a user's loss returned a TokenLoss of vectors [T]."""
     if not isinstance(result, TokenLoss):
         raise UserError(f"objective.function = '{function}': returned {type(result).__name__}, expected TokenLoss")
-    if taken := sorted(_OWN_FIGURES & result.diagnostics.keys()):
+    if taken := sorted(_RESERVED & result.diagnostics.keys()):
         raise UserError(f"objective.function = '{function}': train/{taken[0]} is the trainer's; rename the diagnostic")
     for name, values in {"loss": result.loss, **result.diagnostics}.items():
         if not isinstance(values, Tensor) or values.shape != batch.logprobs.shape:
@@ -137,18 +135,18 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
 def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = "objective.function") -> None:
     """Try a user's loss on made-up packs, before anything expensive.
 
-    A sequence's weight undoes pruning only if its loss is a function of that sequence. One that looks across the pack
-    (advantages centred by its mean) depends on which others were kept and how they were packed. So each sequence is
-    tried alone and among others: same values, same gradient, none to the others. Within a sequence tokens may be
-    mixed, as GSPO does. A hook or a backward pass that clips or normalizes gradients sees the weight in them and undoes
-    it, so the gradient must be linear in the weights. What the packs do not show is not found: a loss that changes at
-    three thousand tokens or after two thousand calls, say.
+    A sequence's weight undoes pruning only if its loss depends on that sequence alone. A loss that looks across the
+    pack (such as advantages centred by the pack's mean) depends on which other sequences were kept and how they were
+    packed. So each sequence is tried alone and with others: values and gradient must be the same, with no gradient on
+    the others. Tokens of one sequence may be mixed, as GSPO does. A hook or backward pass that clips or normalizes
+    gradients would see the weight in them and undo it, so the gradient must be linear in the weights. What these packs
+    do not trigger is not found, such as a loss that changes at 3,000 tokens or after 2,000 calls.
 
     Raises:
-        UserError: it raises, returns something else than a TokenLoss of the batch's shape, has no gradient, is not
-            finite, changes its arguments, answers differently when asked again, looks at other sequences or at padding,
-            has a gradient out of proportion to weights, reads a reference that there is none of, or moves completions
-            with advantage 0 while the settings say that it does not.
+        UserError: it raises, does not return a TokenLoss of the batch's shape, has no gradient, is not finite, changes
+            its arguments, gives different results when called again, looks at other sequences or padding, reads a
+            missing reference, or has a gradient that is not proportional to weights or, against the settings, not 0 at
+            advantage 0.
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     first = trial.answer(_made_up(0))
@@ -177,17 +175,17 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
 class _Trial:
     function: PolicyLoss
     config: ObjectiveConfig
-    what: str
+    setting: str
 
     def refuse(self, why: str) -> None:
-        raise UserError(f"{self.what}: {why}")
+        raise UserError(f"{self.setting}: {why}")
 
     def check_same(self, before: Tensor, sequences: list[Tensor], padding: int) -> None:
         if not torch.equal(before, self.answer(sequences, padding)):
-            self.refuse("answers differently when asked again; a loss must be a function of its arguments")
+            self.refuse("gives different results when called again; a loss must be a function of its arguments")
 
     def check_local(self, sequences: list[Tensor], padding: int) -> None:
-        """Each sequence has the same answer alone and among the others."""
+        """Each sequence must have the same loss and gradient alone and among the others."""
         whole = self.answer(sequences, padding)
         self.check_same(whole, sequences, padding)
         start, most = 0, _TOLERANCE * whole.abs().amax(dim=1, keepdim=True)
@@ -204,7 +202,7 @@ class _Trial:
                 )
 
     def check_linear(self, sequences: list[Tensor], padding: int) -> None:
-        """The gradient under other weights is so many times as large, and the sum of those of every other token."""
+        """The gradient must be proportional to the weights, and the sum of the gradients of even and of odd tokens."""
 
         def gradient(factor: float, part: slice = slice(None)) -> Tensor:
             weighted = [one.clone() for one in sequences]
@@ -224,25 +222,26 @@ class _Trial:
             )
 
     def answer(self, sequences: list[Tensor], padding: int = 0) -> Tensor:
-        """[3, T] loss, and the gradient of its sum by factors in log-probability and entropy; 0 where the mask is."""
+        """[3, T] loss, and the gradient of its weighted sum in log-probability and entropy; 0 where the mask is 0."""
         parts = [*(pad(one, (0, padding)) for one in sequences), torch.zeros(8, padding)]
         rows = torch.cat(parts, dim=1)
         sequence = torch.arange(len(parts)).repeat_interleave(torch.tensor([part.shape[1] for part in parts]))
         inputs = [rows[row].clone().requires_grad_() for row in (0, 1)]
-        given = rows[2:7].clone()
-        batch = TokenBatch(inputs[0], inputs[1], given[0], given[1], given[2], given[3], given[4], sequence.clone())
+        fixed = rows[2:7].clone()
+        batch = TokenBatch(inputs[0], inputs[1], fixed[0], fixed[1], fixed[2], fixed[3], fixed[4], sequence.clone())
         try:
             result = self.function(batch, self.config)
         except Exception as error:
-            raise UserError(f"{self.what}: raised {type(error).__name__} on a small made-up batch: {error}") from error
+            message = f"{self.setting}: raised {type(error).__name__} on a small made-up batch: {error}"
+            raise UserError(message) from error
         check_result(result, batch, self.config.function)
-        if not (torch.equal(torch.stack([*inputs, *given]), rows[:7]) and torch.equal(batch.sequence, sequence)):
+        if not (torch.equal(torch.stack([*inputs, *fixed]), rows[:7]) and torch.equal(batch.sequence, sequence)):
             self.refuse("changes its batch in place; work on a copy")
         loss = torch.where(rows[6] > 0, result.loss, 0.0)
-        found: tuple[Tensor | None, ...] = (None, None)
+        gradients: tuple[Tensor | None, ...] = (None, None)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss @ rows[7], inputs, allow_unused=True)
-        both = [torch.zeros_like(loss) if one is None else torch.where(rows[6] > 0, one, 0.0) for one in found]
+            gradients = torch.autograd.grad(loss @ rows[7], inputs, allow_unused=True)
+        both = [torch.zeros_like(loss) if one is None else torch.where(rows[6] > 0, one, 0.0) for one in gradients]
         answer = torch.stack([loss.detach(), *both])
         if not bool(torch.isfinite(answer).all()):
             self.refuse("its loss or its gradient is not finite on a small made-up batch")
@@ -250,15 +249,15 @@ class _Trial:
 
 
 def _made_up(number: int) -> list[Tensor]:
-    """[8, length] of each sequence of a pack, 0 where nothing is predicted: the first fields of a `TokenBatch`, and a
-    factor for each token's loss, so that one backward pass tells whose gradient goes where."""
+    """For each sequence of a pack [8, length], 0 where nothing is predicted: the first seven fields of a `TokenBatch`,
+    and a weight of each token's loss, so that one backward pass shows which token each gradient comes from."""
     generator = torch.Generator().manual_seed(number)
     lengths, scale, spread, _ = _TRIAL_PACKS[number]
     made = []
     for place, length in enumerate(lengths):
         mask = (torch.arange(length) >= place % 3).float()  # a prompt of one token has no position of its own
         uniform, noise = torch.rand(3, length, generator=generator), torch.randn(3, length, generator=generator)
-        rare = (torch.arange(length) == length - 1).float()  # what only rare or uncertain tokens train must show too
+        rare = (torch.arange(length) == length - 1).float()  # covers losses that act only on rare or uncertain tokens
         logprobs, entropy = -0.05 - 2.0 * uniform[0] - 6.0 * rare, 0.1 + uniform[1] + 3.0 * rare
         advantages = torch.full((length,), (1 - place % 2 * 2) * scale * (0.5 + place % 5 / 4))
         others = logprobs - spread * noise

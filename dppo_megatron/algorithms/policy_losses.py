@@ -1,6 +1,6 @@
 """The policy losses, each a pure function of one micro-batch's tokens and the objective's settings.
 
-All share the signature that a user's own loss has. Ratios are to `old_logprobs`; Divergence PPO's is to the behaviour.
+A user's own loss has the same signature. Ratios are relative to `old_logprobs`; Divergence PPO's is to the behaviour.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def clip(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
 def gspo(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     """GSPO (arXiv 2507.18071 eq. 5 and 7): the clipped surrogate with one ratio for a whole sequence.
 
-    s = exp(mean_t(log pi - log old)); every token carries the sequence's loss -min(s A, clip(s) A), so that with
-    normalization=sequence_mean a sequence counts once, whatever its length. With the other normalizations it counts
-    by its length, which is not the paper's.
+    s = exp(mean_t(log pi - log old)); every token has the sequence's loss -min(s A, clip(s) A), so that with
+    normalization=sequence_mean every sequence counts equally, whatever its length. With the other normalizations it
+    counts in proportion to its length, unlike in the paper.
     """
     lengths = sequence_sums(torch.ones_like(batch.mask), batch).clamp_min(1)
     ratio = bounded_ratio(sequence_sums(batch.logprobs - batch.old_logprobs, batch) / lengths)
@@ -51,8 +51,8 @@ def gspo(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
 def cispo(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     """CISPO (arXiv 2506.13585 eq. 4 and 5): the clipped ratio as a constant weight of the log-probability's gradient.
 
-    loss_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A log pi. Unlike the surrogate's, a clipped token keeps its
-    gradient. The cap is 1 + clip_high as in verl and slime, not clip_high itself as in TRL.
+    loss_t = -sg[clip(rho_t, 1 - clip_low, 1 + clip_high)] A log pi. Unlike with the clipped surrogate, a clipped token
+    keeps its gradient. The cap is 1 + clip_high as in verl and slime, not clip_high itself as in TRL.
     """
     ratio = bounded_ratio(batch.logprobs - batch.old_logprobs).detach()
     limited = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -64,8 +64,8 @@ def divergence_tv(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     """Divergence PPO's token mask with binary total variation (arXiv 2602.04879 eq. 11 to 13): the *other* DPPO.
 
     loss_t = -M_t sg[min(rho_t, max_ratio)] A log pi with rho_t = pi / mu, mu the behaviour. M_t = 0 where A > 0 and
-    pi - mu > max_shift, or A < 0 and mu - pi > max_shift: the token has left the trust region and would go further.
-    A ratio is a poor measure of that for rare tokens; the shift of the probability is not.
+    pi - mu > max_shift, or A < 0 and mu - pi > max_shift: the token has left the trust region and would move further
+    away. For rare tokens the shift of the probability measures that better than a ratio.
     """
     ratio = bounded_ratio(batch.logprobs - batch.behaviour_logprobs).detach()
     shift = batch.logprobs.detach().exp() - batch.behaviour_logprobs.exp()

@@ -1,7 +1,7 @@
-"""What a loss sees and returns, and the one operation on packed sequences that losses share.
+"""The inputs and outputs of a loss, and the sums over packed sequences that losses share.
 
-A loss sees the tokens of one packed micro-batch as flat vectors. It must not look at the sample's weight: weights enter
-outside, on the whole loss of a sequence, or the estimator is no longer unbiased (docs/pruning.md).
+A loss sees the tokens of one packed micro-batch as flat vectors. It never sees the sample's weight: weights must be
+applied outside, to the whole loss of a sequence, or the estimator is no longer unbiased (docs/pruning.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from dppo_megatron.config.objective import ObjectiveConfig
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) = 5e8: keeps a broken sync from turning into infinities before the metrics can show it."""
+"""exp(20) = 5e8: a broken weight sync then shows in the metrics instead of as infinities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class TokenBatch:
     """
 
     logprobs: Tensor
-    """[T] log-probability of each target under the policy that is trained; differentiable."""
+    """[T] log-probability of each target under the policy being trained; differentiable."""
     entropy: Tensor
     """[T] entropy of the policy at each position; differentiable."""
     behaviour_logprobs: Tensor
     """[T] log-probability of each target when it was sampled; 0 where `mask` is 0."""
     old_logprobs: Tensor
-    """[T] under the actor before the step's first update: the denominator of the policy ratio. The behaviour's unless
-    the step recomputed them."""
+    """[T] log-probability under the actor before the step's first update: the denominator of the policy ratio. Equals
+    `behaviour_logprobs` unless the step recomputed it."""
     reference_logprobs: Tensor
-    """[T] under the frozen reference policy; 0 where there is none."""
+    """[T] log-probability under the frozen reference policy; 0 without one."""
     advantages: Tensor
-    """[T] of each token: its sequence's, or its own."""
+    """[T] the advantage of each token's sequence, or the token's own."""
     mask: Tensor
     """[T] 1.0 where a completion token is predicted, else 0.0."""
     sequence: Tensor
@@ -56,20 +56,20 @@ class TokenLoss:
 
 
 Objective: TypeAlias = Callable[[TokenBatch], TokenLoss]
-"""What the loss hook calls: everything is bound."""
+"""The function that the loss hook calls, with all settings bound."""
 
 PolicyLoss: TypeAlias = Callable[[TokenBatch, ObjectiveConfig], TokenLoss]
-"""A built-in policy loss, or a user's own: `objective.loss`, `objective.function`."""
+"""A built-in policy loss (`objective.loss`) or a user's own (`objective.function`)."""
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of log-ratios [T], which are clamped to +-20; no gradient outside."""
+    """exp of log-ratios [T] clamped to +-20; no gradient outside."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def prefix_sums(values: Tensor, batch: TokenBatch) -> Tensor:
-    """[T] -> [T]: at each token the sum of `values` over its sequence's completion tokens up to it. In float64: the sum
-    runs over the whole pack, of which a sequence's part is a difference."""
+    """[T] -> [T]: at each token the sum of `values` over its sequence's completion tokens up to it. In float64, since
+    it is a difference of sums over the whole pack."""
     running = torch.where(batch.mask > 0, values, 0.0).double().cumsum(0)
     place = torch.arange(len(values), device=values.device)
     first = torch.full_like(place, len(values)).scatter_reduce(0, batch.sequence, place, "amin")
@@ -79,6 +79,6 @@ def prefix_sums(values: Tensor, batch: TokenBatch) -> Tensor:
 
 def sequence_sums(values: Tensor, batch: TokenBatch) -> Tensor:
     """[T] -> [T]: at each token the sum of `values` over its sequence's completion tokens; differentiable."""
-    # as long as the pack rather than the number of sequences, which only the device knows
+    # as long as the pack rather than the number of sequences, which is only known on the device
     sums = torch.zeros_like(values).index_add(0, batch.sequence, torch.where(batch.mask > 0, values, 0.0))
     return sums.index_select(0, batch.sequence)

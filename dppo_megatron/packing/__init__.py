@@ -1,1 +1,1 @@
-"""Dense sequence packing: from lengths to micro-batches, on one rank, deterministically."""
+"""Dense sequence packing: turns sequence lengths into micro-batches, on one rank, deterministically."""

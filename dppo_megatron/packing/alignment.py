@@ -1,8 +1,8 @@
 """Alignment of sequences in a micro-batch, as the parallel layout and the number format require.
 
-Slots are rounded up per sample only where a split cuts every sample (context and sequence parallel). Padding that the
-number format requires of the whole micro-batch is a dummy segment at the end: growing the last real sequence instead
-corrupts training under FP8 (Transformer Engine issue 2892).
+Each sample's slot is rounded up only if every sample is split (context and sequence parallel). Padding that the number
+format requires for the whole micro-batch is a dummy segment at the end: padding the last real sequence instead corrupts
+training under FP8 (Transformer Engine issue 2892).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dppo_megatron.types import IntArray, PackedMicrobatch
 Recipe: TypeAlias = Literal["bf16", "tensorwise", "delayed", "blockwise", "mxfp8"]
 
 RECIPE_MULTIPLE: dict[Recipe, int] = {"bf16": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
-"""Tokens of a micro-batch on each rank, after the sequence- and context-parallel splits, come in multiples of this."""
+"""A micro-batch's tokens on each rank, after the sequence- and context-parallel splits, are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class PackingLayout:
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
     interleaved_group: int = 0
-    """Micro-batches that a stage runs through one chunk before it turns to the next; 0: as many as there are stages."""
+    """Micro-batches that a stage runs through one model chunk before the next chunk; 0: the number of stages."""
     recipe: Recipe = "bf16"
 
     @property
     def sequence_multiple(self) -> int:
-        """Each sample's slot is a multiple of this: 2 CP zig-zag chunks, TP sequence-parallel shards."""
+        """Each sample's slot is a multiple of this: 2 x CP zig-zag chunks, TP sequence-parallel shards."""
         chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
         return math.lcm(chunks, self.tensor_parallel if self.sequence_parallel else 1)
 
@@ -53,16 +53,16 @@ class PackingLayout:
         return (self.interleaved_group or self.pipeline_parallel) if self.virtual_pipeline > 1 else 1
 
     def slots(self, lengths: IntArray) -> IntArray:
-        """[n] tokens that samples of `lengths` [n] tokens take in a micro-batch."""
+        """[n] tokens that samples of `lengths` [n] tokens occupy in a micro-batch."""
         multiple = self.sequence_multiple
         return -(-lengths // multiple) * multiple
 
     def place(self, members: Sequence[int], lengths: Sequence[int], pad_to: int = 0) -> PackedMicrobatch:
-        """Lay samples one after the other, and close with a dummy segment up to `pad_to` or the next multiple.
+        """Place samples one after the other, with a final dummy segment up to `pad_to` or the next multiple.
 
         Args:
-            lengths: tokens of every sample of the step; `members` index it.
-            pad_to: 0, or a multiple of `microbatch_multiple` that the result must have.
+            lengths: tokens of every sample of the step, indexed by `members`.
+            pad_to: total tokens of the result, a multiple of `microbatch_multiple`; 0: the smallest possible.
         """
         multiple, whole = self.sequence_multiple, self.microbatch_multiple
         padded = [0]

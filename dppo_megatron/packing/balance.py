@@ -1,9 +1,9 @@
-"""Assigns bins to data-parallel ranks and evens them out: a step is as slow as its slowest rank.
+"""Assigns bins to data-parallel ranks and balances the ranks: a step is as slow as its slowest rank.
 
-Giving the costliest bin to the lightest rank works well for many bins and poorly for three or four a rank, as in wide
-jobs. So the slowest rank then exchanges samples with the lightest ones while that helps, a bounded number of times. One
-exchange is a few numpy calls on a matrix of the two ranks' samples. Whole bins stay where they were dealt: exchanging
-them too gained 0.06 % at 512 samples on 32 ranks, and cost 0.5 % with pipeline stages.
+Giving the costliest bin to the lightest rank works well with many bins per rank, and poorly with three or four, as in
+wide jobs. So the slowest rank then exchanges samples with the lightest ones while that helps, a bounded number of
+times. One exchange is a few numpy calls on a matrix of the two ranks' samples. Whole bins are never exchanged: doing so
+too gained 0.06 % at 512 samples on 32 ranks, and cost 0.5 % with pipeline stages.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 _PARTNERS = 4
 """Ranks, lightest first, that the slowest one tries to exchange with before the search ends."""
 
-_LEVEL = 5e-4
-"""Stop when the slowest rank is within this share of the mean: kernel times scatter more than that."""
+_TOLERANCE = 5e-4
+"""Stop when the slowest rank is within this share of the mean: kernel times vary by more than that."""
 
 
 def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
-    """The same number of bins for each rank: the costliest first, to the lightest rank that may have more.
+    """The same number of bins for each rank: costliest first, each to the lightest rank that is not full.
 
     Args:
         bins: a multiple of `num_ranks`.
@@ -51,8 +51,8 @@ def exchange(
 ) -> list[Bins]:
     """Swap samples, or move one, between the slowest rank and light ones; at most `most` times.
 
-    A rank takes about sum + (p - 1) x largest of its micro-batches with p pipeline stages. With p > 1 an exchange
-    never makes a rank's largest micro-batch larger, so what it moves is the sum.
+    With p pipeline stages, a rank's time is about the sum of its micro-batches' costs + (p - 1) x the largest. With
+    p > 1 an exchange never makes a rank's largest micro-batch larger, so only the sum can grow.
 
     Args:
         slots, costs: [samples] tokens and cost.
@@ -66,8 +66,8 @@ def exchange(
 
 
 class _Search:
-    """Assignment of units (samples, then one phantom of no tokens for each bin) to bins; bin b is of rank b // bins of
-    a rank. A move is a swap with the phantom of the bin it goes to, which stays.
+    """Assignment of units (samples, then one phantom of 0 tokens per bin) to bins; bin b belongs to rank b // per_rank.
+    Moving a sample is a swap with the phantom of its new bin, which itself stays there.
     """
 
     def __init__(self, ranks: list[Bins], slots: IntArray, costs: FloatArray, capacity: int, stages: int) -> None:
@@ -90,15 +90,15 @@ class _Search:
         return [bins[first : first + self.per_rank] for first in range(0, len(bins), self.per_rank)]
 
     def improve_slowest(self) -> bool:
-        """One exchange that leaves both ranks faster than the slowest was; False if none is known."""
+        """Make one exchange after which both ranks are faster than the slowest was; False if none is found."""
         slow = int(self.time.argmax())
-        if self.time[slow] <= (1 + _LEVEL) * self.time.mean():
+        if self.time[slow] <= (1 + _TOLERANCE) * self.time.mean():
             return False
         lightest = self.time.argsort(kind="stable")[:_PARTNERS]
         return any(self._improve(slow, int(light)) for light in lightest if light != slow)
 
     def _improve(self, slow: int, light: int) -> bool:
-        """The swap that comes nearest to halving the difference, if it helps."""
+        """Make the swap that comes closest to equalising the two ranks, if it helps."""
         wanted = 0.5 * float(self.time[slow] - self.time[light])
         ours, theirs = (np.flatnonzero(self.bin_of // self.per_rank == r) for r in (slow, light))
         off = np.abs(np.subtract.outer(self.cost[ours], self.cost[theirs]) - wanted)
@@ -111,14 +111,14 @@ class _Search:
         return True
 
     def _forbidden(self, ours: IntArray, theirs: IntArray) -> BoolArray:
-        """[ours, theirs]: a bin could not hold what it is given, or a rank's largest micro-batch would grow."""
+        """[ours, theirs]: whether a bin could not hold its new unit, or a rank's largest micro-batch would grow."""
         growth = np.subtract.outer(self.slot[ours], self.slot[theirs])
-        mine, other = self.bin_of[ours], self.bin_of[theirs]
-        forbidden = (growth > self.room[other]) | (-growth > self.room[mine][:, None])
+        our_bin, their_bin = self.bin_of[ours], self.bin_of[theirs]
+        forbidden = (growth > self.room[their_bin]) | (-growth > self.room[our_bin][:, None])
         if self.stages > 1:
             gain = np.subtract.outer(self.cost[ours], self.cost[theirs])
-            forbidden |= gain > self.bin_cost[other].max() - self.bin_cost[other]
-            forbidden |= -gain > (self.bin_cost[mine].max() - self.bin_cost[mine])[:, None]
+            forbidden |= gain > self.bin_cost[their_bin].max() - self.bin_cost[their_bin]
+            forbidden |= -gain > (self.bin_cost[our_bin].max() - self.bin_cost[our_bin])[:, None]
         return np.asarray(forbidden)
 
     def _swap(self, ours: int, theirs: int) -> None:

@@ -1,9 +1,9 @@
-"""Greedy rules for filling bins of one capacity, from which the planner chooses.
+"""Greedy rules for filling bins of equal capacity, from which the planner chooses.
 
-All take slots in a canonical order and return bins of positions, none over the capacity. Best fit leaves the fewest
-bins, some of them nearly empty. Levelling by cost needs the number of bins beforehand, and fails if they are nearly
-full. The window needs to see only the next few sequences. A plan is made in every step, on one rank, while all others
-wait.
+All take slots in a canonical order and return bins of positions, none over capacity. Best fit needs the fewest bins,
+and leaves some nearly empty. Levelling by cost needs the number of bins beforehand, and fails if bins would be nearly
+full. The window rule only looks at the next few sequences. All must be fast: one rank makes a plan in every step, while
+all others wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def best_fit(order: Sequence[int], slots: Sequence[int], capacity: int) -> Bins:
 def _best_fit_into(
     bins: Bins, open_bins: list[tuple[int, int]], order: Sequence[int], slots: Sequence[int], capacity: int
 ) -> None:
-    """`open_bins`: sorted (room, bin) of the bins that may take more."""
+    """`open_bins`: sorted (room, bin) of the bins that may take more slots."""
     for i in order:
         slot = slots[i]
         place = bisect_left(open_bins, (slot, -1))
@@ -46,7 +46,7 @@ def first_fit(order: Sequence[int], slots: Sequence[int], capacity: int) -> Bins
     room = np.full(len(order), capacity)
     bins: Bins = []
     for i in order:
-        b = int((room >= slots[i]).argmax())  # of 4,096 bins in 4 us
+        b = int((room >= slots[i]).argmax())  # 4 us for 4,096 bins
         if b == len(bins):
             bins.append([])
         bins[b].append(i)
@@ -55,11 +55,11 @@ def first_fit(order: Sequence[int], slots: Sequence[int], capacity: int) -> Bins
 
 
 def window_greedy(stream: Sequence[int], slots: Sequence[int], capacity: int, window: int) -> Bins:
-    """Dense Prompt Packing as we read it in DPPO (arXiv 2603.04135): a bin is opened by the oldest pending sequence and
+    """Dense Prompt Packing as we read it in DPPO (arXiv 2603.04135): the oldest pending sequence opens a bin, which is
     filled with the longest pending ones that still fit.
 
     Args:
-        window: number of pending sequences; refilled from the stream whenever one leaves it.
+        window: number of pending sequences; refilled from the stream whenever one leaves.
     """
     arriving = enumerate(stream)
     pending: list[tuple[int, int]] = []
@@ -88,8 +88,8 @@ def window_greedy(stream: Sequence[int], slots: Sequence[int], capacity: int, wi
 
 
 def level(slots: Sequence[int], costs: Sequence[float], capacity: int, count: int, *, greedy: int) -> Bins | None:
-    """`count` bins of about equal cost, or None if something found no room: longest first into the lightest that has
-    room, after `greedy` of them where they fit best. Slots descend."""
+    """`count` bins of about equal cost, or None if a slot does not fit: the first `greedy` slots each into the bin of
+    lowest cost that has room, the others by best fit. Slots must descend."""
     room, cost = np.full(count, capacity), np.zeros(count)
     bins: Bins = [[] for _ in range(count)]
     for i in range(greedy):
@@ -105,7 +105,7 @@ def level(slots: Sequence[int], costs: Sequence[float], capacity: int, count: in
 
 
 def split_to(bins: Bins, costs: Sequence[float], count: int) -> Bins:
-    """`count` bins: the costliest are cut in halves of about equal cost; empty ones follow when all are single."""
+    """`count` bins: splits the costliest into halves of about equal cost, then adds empty ones once all are single."""
     heap = [(-sum(costs[i] for i in members), b) for b, members in enumerate(bins)]
     heapq.heapify(heap)
     bins = [list(members) for members in bins]

@@ -1,20 +1,20 @@
-"""From sequence lengths to packed micro-batches for every data-parallel rank.
+"""Plans packed micro-batches for every data-parallel rank from sequence lengths.
 
-Invariants, asserted by the tests, in every mode:
+Invariants in every mode, asserted by the tests:
   - every sample is in exactly one micro-batch;
-  - no micro-batch is longer than `max_tokens_per_microbatch`, padding for alignment included; a sample whose slot
-    would be is an error that names it, before any work;
+  - no micro-batch is longer than `max_tokens_per_microbatch`, padding for alignment included; a sample whose slot is
+    longer raises an error that names the sample, before any work;
   - every rank has the same number of micro-batches, a multiple of the interleaved schedule's group; some may hold
-    padding only;
-  - each sample's slot is a multiple of the layout's `sequence_multiple`, each micro-batch of its `microbatch_multiple`,
-    and what the latter adds is a segment of its own at the end;
-  - with a virtual pipeline all micro-batches have one length, as its exchanges between stages need;
-  - the plan depends on the samples' lengths and ids, not on the order they come in.
+    only padding;
+  - each sample's slot is a multiple of the layout's `sequence_multiple`, each micro-batch a multiple of its
+    `microbatch_multiple`, and the padding added for the latter is a segment of its own at the end;
+  - with a virtual pipeline all micro-batches have the same length, as its communication between stages requires;
+  - the plan depends on the samples' lengths and ids, not on their order.
 
-Objective: fewest micro-batches, then the least time of the slowest rank by the cost model, one after the other.
-First, costs are levelled over the smallest possible number of micro-batches, which also keeps the largest one small: a
-pipeline waits for it. If that finds no room, best fit and first fit determine how many are needed. Then samples are
-exchanged between ranks.
+Objective: first the fewest micro-batches, then the shortest time of the slowest rank by the cost model. Costs are
+levelled over the smallest possible number of micro-batches, which also keeps the largest one small: a pipeline waits
+for it. If the samples do not fit that way, best fit and first fit determine how many micro-batches are needed. Then
+samples are exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_t
 from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
 
 _GREEDY_SHARES = (1.0, 0.5)
-"""Shares of the samples that are levelled by cost before best fit places the rest; the second fits more tightly."""
+"""Shares of the samples to level by cost before best fit places the rest, tried in order; 0.5 packs more tightly."""
 
 
 _MARGIN_SD = 2.0
-"""Standard deviations of the drawn token total that stay free."""
+"""Room kept free for the scatter of the drawn token total, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class CostModel:
     """
 
     linear: float
-    """For each token: every matrix multiplication with parameters."""
+    """Per token: every matrix multiplication with parameters."""
     quadratic: float
-    """For each pair of tokens: attention."""
+    """Per pair of tokens: attention."""
 
     def of(self, lengths: FloatArray) -> FloatArray:
         """Cost of each sequence, [n] for lengths [n] in tokens."""
@@ -62,11 +62,11 @@ class CostModel:
 
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
-"""Every token costs the same: the default of the planner where no model is known."""
+"""Every token costs the same: the planner's default when no model is known."""
 
 
 class SampleSize(NamedTuple):
-    """The size of a sample whose tokens are on another rank."""
+    """The size of a sample whose tokens may be on another rank."""
 
     id: str
     num_tokens: int
@@ -74,7 +74,7 @@ class SampleSize(NamedTuple):
 
 
 Packable: TypeAlias = TrainSample | SampleSize
-"""The planner reads the length and, for ties, the id."""
+"""The planner reads only the length and, for ties, the id."""
 
 
 def plan_microbatches(
@@ -89,19 +89,19 @@ def plan_microbatches(
     """Assign every sample to a micro-batch of a data-parallel rank.
 
     Args:
-        max_tokens_per_microbatch: hard cap; what does not divide by the layout's `microbatch_multiple` stays unused.
-        mode: `balanced`; `window`, the greedy packing of DPPO (arXiv 2603.04135) over the samples in the order of their
+        max_tokens_per_microbatch: hard cap; the remainder modulo the layout's `microbatch_multiple` stays unused.
+        mode: `balanced`; `window`, the greedy packing of DPPO (arXiv 2603.04135) over the samples in order of their
             ids; `first_fit_decreasing`; `none`, a micro-batch for every sample.
         cost: what a sequence costs; the default counts tokens.
         window: sequences that `window` chooses from.
 
     Returns:
         A plan with the metrics
-        `fill`: true tokens over the cap times the number of micro-batches;
+        `fill`: true tokens over (the cap times the number of micro-batches);
         `microbatches`: of each rank;
-        `padding`: share of the tokens run that belong to no sample;
-        `imbalance`: time of the slowest rank over the mean, where with p pipeline stages a rank takes the sum of its
-        micro-batches' costs and (p - 1) times its largest;
+        `padding`: share of the processed tokens that belong to no sample;
+        `imbalance`: time of the slowest rank over the mean; with p pipeline stages a rank's time is the sum of its
+        micro-batches' costs plus (p - 1) times the largest;
         `largest_over_mean`: cost of the costliest micro-batch over the mean.
 
     Raises:
@@ -142,8 +142,8 @@ def usable_capacity(layout: PackingLayout, max_tokens_per_microbatch: int) -> in
 
 
 def check_longest_trained(tokens: int, layout: PackingLayout, max_tokens_per_microbatch: int) -> None:
-    """Raise `UserError` where the longest possible prompt and completion, of so many `tokens`, would have no place in a
-    plan: known at the start, or found by the first long completion that is kept, after its rollout."""
+    """Raise `UserError` if the longest possible prompt and completion, of `tokens` in all, would not fit into a
+    micro-batch. Otherwise only the first kept completion of that length would show it, after its rollout."""
     capacity, multiple = usable_capacity(layout, max_tokens_per_microbatch), layout.microbatch_multiple
     if tokens - 1 > capacity:  # the last token is only a target
         raise UserError(
@@ -186,7 +186,7 @@ def _balanced(
     slots: IntArray, costs: FloatArray, capacity: int, count_of: Callable[[int], int], layout: PackingLayout
 ) -> list[Bins]:
     sizes = slots.tolist()
-    # If all micro-batches are padded to the longest, levelling tokens (not costs) is what counts.
+    # With a virtual pipeline all micro-batches are padded to the longest, so tokens have to be levelled, not costs.
     one_length = layout.virtual_pipeline > 1
     prices = [float(size) for size in sizes] if one_length else costs.tolist()
     # Two samples of more than half the capacity never share a micro-batch.
@@ -195,7 +195,7 @@ def _balanced(
     if bins is None:
         tightest = min((fit(range(len(sizes)), sizes, capacity) for fit in (best_fit, first_fit)), key=len)
         needed = count_of(len(tightest))
-        # Levelling failed at `count`; with more micro-batches it is preferred if it succeeds.
+        # Levelling failed at `count`. If best fit needs more micro-batches anyway, try levelling over that number.
         bins = _levelled(sizes, prices, capacity, needed) if needed > count else None
         bins = split_to(tightest, prices, needed) if bins is None else bins
     if one_length:
@@ -226,14 +226,14 @@ def _place(
     costs: Sequence[float],
     layout: PackingLayout,
 ) -> tuple[tuple[PackedMicrobatch, ...], ...]:
-    """Order each rank's bins and lay out their samples, longest first.
+    """Order each rank's bins, and place the samples of each bin longest first.
 
-    Costliest first, so that ranks that meet in collectives within a micro-batch meet with similar ones. In a pipeline
-    the cheap ones go to both ends, where stages wait for the first and the last.
+    Costliest bins first, so that ranks run similar ones at the same time: collectives within a micro-batch make them
+    wait for each other. In a pipeline the cheap ones go to both ends, where stages wait for the first and the last.
 
     Args:
-        origin: position in the caller's list, of each sample of the bins.
-        lengths: [samples] in the caller's order; slots and costs in that of the bins.
+        origin: position in the caller's list of each sample in the bins.
+        lengths: [samples] in the caller's order; slots and costs in the order of the bins' positions.
     """
     longest = 0
     if layout.virtual_pipeline > 1:
@@ -270,11 +270,11 @@ def _metrics(plan: PackPlan, layout: PackingLayout, cost: CostModel) -> dict[str
 class TokenCapacity:
     """How many tokens a step can train on without another round of micro-batches: `pruning.interface.StepCapacity`.
 
-    The number of micro-batches is a multiple of the data-parallel size times the interleaved schedule's group, so that
-    after pruning a plan often has spare room, and the completion policy can raise its probabilities to use it. To stay
-    unbiased, that decision must not depend on the draw, so the room is computed from all candidates and their
-    probabilities and not from a plan of what was drawn. The drawn token total scatters about its expectation; a margin
-    of standard deviations makes a draw that needs one more round rare.
+    The number of micro-batches is a multiple of the data-parallel size times the interleaved schedule's group. So after
+    pruning a plan often has spare room, and the completion policy can raise its probabilities to use it. To stay
+    unbiased, that decision must not depend on the draw: the room is computed from all candidates and their
+    probabilities, not from a plan of what was drawn. The drawn token total scatters around its expectation; a margin of
+    `_MARGIN_SD` standard deviations makes draws that need one more round rare.
     """
 
     layout: PackingLayout
@@ -284,16 +284,16 @@ class TokenCapacity:
 
     @staticmethod
     def of(config: PackingConfig, layout: PackingLayout) -> TokenCapacity | None:
-        """None for mode=none, where each micro-batch holds one sequence and none has room."""
+        """None for mode=none, where each micro-batch holds one sequence and has no spare room."""
         return None if config.mode == "none" else TokenCapacity(layout, config.max_tokens_per_microbatch)
 
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
-        """Micro-batches that the expected tokens need, over all ranks."""
+        """Micro-batches needed for the expected tokens, over all ranks."""
         expected = float(np.sum(self.layout.slots(tokens) * inclusion_prob))
         return quantised(math.ceil(expected / self._usable - 1e-9), self._quantum)
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
-        """Whether a draw will fit into `microbatches`, its scatter included.
+        """Whether a draw will fit into `microbatches`, with a margin for its scatter.
 
         The variance of a total under a design of fixed size is taken as sum(pi (1 - pi) (l - l0)^2), with l0 the mean
         weighted by pi (1 - pi) (Hajek 1964); l0 = 0 for independent draws. Samples of more than half a micro-batch are

@@ -1,27 +1,27 @@
-"""Skipping prompts and dropping completions without changing the expected gradient, or saying so where it changes.
+"""Skips prompts and drops completions without changing the expected gradient; methods that do change it are labelled.
 
 Pure: numpy, `dppo_megatron.types` and `dppo_megatron.config.pruning` only. Read `designs` and `weights` for the
-mathematics, `prompt_*` and `completion_*` for the methods, whose interface is `prompt_base` and `completion_base`,
-`custom` for one of your own, `interface` for what goes in and out.
+mathematics, `prompt_*` and `completion_*` for the methods, `prompt_base` and `completion_base` for their interface,
+`custom` for writing your own, and `interface` for the inputs and outputs.
 
-For a trainer of another kind (`examples/pruning_library.py`):
+To use it in another trainer (`examples/pruning_library.py`):
 
-- Steps count from 0 in `select`, `observe` and `prune` (from 1 in `selection.Selector`), and each is a key of its
-  draws: the same step of the same seed draws the same again.
-- `total_steps` is the length of the whole run, those before a resume too. A step beyond it prunes nothing; where the
-  length is not known, any upper bound does while `anneal_fraction` is 1.
-- `observe` wants the `inclusion_prob` and `planned` of the prompts kept: they let skipping stop where it does harm.
-- Nothing may be kept, see `Selection.kept`. Code that takes a mean or a maximum of what is left has to know.
-- Divisors are the planned batch's, N prompts x G completions, never the survivors'. `CompletionBatch.denominator` of a
-  completion of `len` tokens, L the longest allowed: N G len for TRL's grpo and sapo, and verl's seq-mean-token-mean;
-  N G L for TRL's dr_grpo; N G for verl's seq-mean-token-sum; the planned batch's token count for TRL's dapo and cispo,
-  and verl's token-mean. That count is unknown once prompts are skipped; a guess made before the step changes the length
-  of the expected gradient and not its direction. Where a trainer divides by the R rows that it is given, R / (N G) as
-  one more factor of the weight makes that N G.
-- The weight may ride in the advantage where the loss is homogeneous in it, loss(w A) = w loss(A) for w > 0, and nothing
-  else of the batch is read: PPO's clip, dual clip, GSPO, CISPO, SAPO, plain policy gradient. Not with a KL or entropy
-  term, which no advantage multiplies, nor where tokens are chosen by a statistic of the advantages (clip-cov, kl-cov).
-  Advantages are computed from whole groups first; whoever normalises them afterwards undoes the weights.
+- Steps count from 0 in `select`, `observe` and `prune` (from 1 in `selection.Selector`). The step is part of the key
+  of its random numbers: the same step and seed always give the same draw.
+- `total_steps` is the length of the whole run, including steps before a resume. Steps beyond it prune nothing; if the
+  length is unknown, any upper bound works as long as `anneal_fraction` is 1.
+- Pass `observe` the `inclusion_prob` and `planned` of the kept prompts: skipping can then be stopped if it does harm.
+- A selection may keep nothing, see `Selection.kept`. Code that takes a mean or a maximum of the kept must handle that.
+- Divisors come from the planned batch, N prompts x G completions, never from the survivors. For a completion of `len`
+  tokens, with L the longest allowed, `CompletionBatch.denominator` is N G len for TRL's grpo and sapo and verl's
+  seq-mean-token-mean; N G L for TRL's dr_grpo; N G for verl's seq-mean-token-sum; and the planned batch's token count
+  for TRL's dapo and cispo and verl's token-mean. That count is unknown once prompts are skipped; an estimate made
+  before the step changes the length of the expected gradient but not its direction. If the trainer divides by the R
+  rows it is given, multiply the weight by R / (N G) as well, which makes the divisor N G.
+- The advantage may carry the weight if the loss is homogeneous in it, loss(w A) = w loss(A) for w > 0, and reads
+  nothing else of the batch: PPO's clip, dual clip, GSPO, CISPO, SAPO, plain policy gradient. It may not if there is a
+  KL or entropy term, which no advantage multiplies, or if tokens are chosen by a statistic of the advantages (clip-cov,
+  kl-cov). Compute advantages from whole groups first; normalising them after weighting would undo the weights.
 """
 
 from dppo_megatron.pruning.completion_base import CompletionPolicy

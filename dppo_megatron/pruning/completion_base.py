@@ -1,7 +1,7 @@
 """What completion policies share: a checked batch in canonical order, warm-up and annealing, the state.
 
-Everything is computed on rows sorted by (prompt, group, completion), so that the order in which rollouts came back, or
-the number of ranks that made them, cannot change a decision.
+Everything is computed on rows sorted by (prompt, group, completion), so that neither the order in which rollouts arrive
+nor the number of ranks that generate them can change a decision.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dppo_megatron.pruning.interface import CompletionBatch, Policy, Selection, 
 from dppo_megatron.types import FloatArray, Label
 
 Counters = tuple[int, int]
-"""Step, from 0, and mini-batch: what a draw is keyed by beside the completions."""
+"""(step counted from 0, mini-batch): together with prompt and completion, the key of a draw's random numbers."""
 
 
 class CompletionPolicy(Policy):
-    """Decides after the rewards which completions are trained on.
+    """Decides, once rewards are known, which completions are trained on.
 
     This class is method `none`, which keeps everything. Subclasses override `_prune_sorted`.
 
     Args:
         total_steps: length of the whole run, for annealing; a step beyond it drops nothing.
-        zero_advantage_slope: coefficient of a KL (or entropy) term in the loss, the loss's own; above 0, completions
-            without advantage still carry gradient and keep a positive probability.
-        group_size: completions of a whole group, G; 0: not known, and a rate that keeps none of one is found out late.
+        zero_advantage_slope: coefficient of the loss's KL (or entropy) term; above 0, completions with advantage 0
+            still carry gradient and keep a positive probability.
+        group_size: completions of a whole group, G; 0: unknown, so `cppo` checks its rate only when it prunes a batch.
     """
 
     _level = "completion"
@@ -55,22 +55,22 @@ class CompletionPolicy(Policy):
 
     @classmethod
     def rate_of(cls, config: CompletionPruningConfig) -> float:
-        """The rate that the settings mean to it."""
+        """The rate under these settings: the configured one, or this method's default."""
         return cls.usual_rate if config.rate is None else config.rate
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
-        """Raise `UserError` for settings, each in its range, that contradict each other under this method. Sizes in
-        completions, of a prompt and of a nominal mini-batch; 0: not known."""
+        """Raise `UserError` for settings that are each in range but contradict each other under this method. The sizes,
+        of a prompt's group and of a nominal mini-batch, count completions; 0: unknown."""
 
     @property
     def label(self) -> Label:
-        """What its active steps do to the expected gradient, whatever they are offered: a function of the settings."""
+        """What its active steps do to the expected gradient: a function of the settings, not of the batch."""
         return "exact"
 
     @property
     def has_support(self) -> bool:
-        """Every completion with gradient may be kept, with the probability that is reported."""
+        """Whether every completion with gradient can be kept, with exactly the reported probability."""
         return True
 
     def prune(
@@ -81,9 +81,9 @@ class CompletionPolicy(Policy):
         minibatch: int = 0,
         capacity: StepCapacity | None = None,
     ) -> Selection:
-        """Decide about one mini-batch, once: a draw reused after an update is biased. Changes no state.
+        """Select from one mini-batch. Changes no state. Use each draw once: reused after an update it is biased.
 
-        Steps count from 0. With a capacity, the methods that read `fill_slack` keep more where micro-batches have room.
+        Steps count from 0. With a capacity, methods that read `fill_slack` keep more where micro-batches have room.
 
         Raises:
             ValueError: arrays of different lengths, NaN advantages, denominators that are not positive.
@@ -91,7 +91,7 @@ class CompletionPolicy(Policy):
         check_batch(batch)
         if not self.warmup_steps <= step <= self.last_active_step:
             return keep_all(len(batch), self.name, "annealed" if step > self.last_active_step else "warm-up")
-        if len(batch) == 0:  # which prompts were drawn decides that, so the label must be that of any other batch
+        if len(batch) == 0:  # an outcome of the prompt draw, so the label must be the same as for any other batch
             return keep_all(0, self.name, "empty batch", self._label_of_nothing(batch, (step, minibatch)))
         order = np.lexsort((batch.completion_index, batch.group, batch.prompt_index))
         return scatter(self._prune_sorted(batch.take(order), (step, minibatch), capacity), order)
@@ -103,7 +103,7 @@ class CompletionPolicy(Policy):
         return self.label
 
     def _draw(self, batch: CompletionBatch, pi: FloatArray, counters: Counters) -> Draw:
-        """Draw along (prompt, sign of A, random): a group's kept completions then balance right and wrong answers."""
+        """Draw in the order (prompt, sign of A, random), so that a group's kept completions balance right and wrong."""
         ties = self._ties(batch.ids, *counters)
         order = np.lexsort((ties, np.sign(batch.advantages), batch.group, batch.prompt_index))
         return self._draw_along(batch.ids, pi, order, *counters)

@@ -1,9 +1,9 @@
 """Completion methods of other papers, for comparison under the same loop: CPPO, DPPO's Algorithm 1, GRESO's filter,
 InfoBatch's rule and PODS' subset.
 
-Most keep the completions that look best, with certainty. On-policy, with binary rewards and constant weighting that
-only re-weights prompts; with 1/length, KL terms or graded rewards it turns the gradient. Each says so in the ledger,
-with the share of the score mass that it never trains on.
+Most keep the highest-scoring completions with certainty. On-policy, with binary rewards and constant weighting, this
+only re-weights prompts; with 1/length, KL terms or graded rewards it changes the direction of the gradient. The ledger
+row of each method reports this, with the share of the score mass that is never trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, UserErro
 
 
 class _RulePolicy(CompletionPolicy):
-    """Keeps by a rule; where that is biased, what it leaves out has no probability."""
+    """Keeps by a fixed rule; where the rule is biased, what it leaves out has no chance of being kept."""
 
     @property
     def label(self) -> Label:
@@ -37,18 +37,18 @@ class _RulePolicy(CompletionPolicy):
 class CppoPolicy(_RulePolicy):
     """Method `cppo`: the largest |advantage| of each group, as a mean over the kept (arXiv 2503.22342).
 
-    The top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the subclasses.
-    Ties are broken by a counter-based key, where torch.topk leaves them undefined. Counts are exact, where
-    int(160 * (1 - 0.9)) of the authors' code is 15.
+    Keeps the top floor(G (1 - rate)) of each group, the paper's formula; its two implementations differ, see the
+    subclasses. Ties are broken by a counter-based key; torch.topk leaves them undefined. Counts are exact; the authors'
+    int(160 * (1 - 0.9)) gives 15.
 
-    Example: G = 5, rate = 0.5. `cppo` keeps 2 of each group, `cppo_trl` and `dppo_paper` 3, `cppo_verl` 40 of 16
-    groups' 80.
+    Example: G = 5, rate = 0.5. `cppo` keeps 2 of each group, `cppo_trl` and `dppo_paper` keep 3, and `cppo_verl` keeps
+    40 of the 80 completions of 16 groups.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("rate", "allocation", "warmup_steps", "anneal_fraction")
     _count = staticmethod(floor_kept)
     _whole_minibatch = False
-    """The best of the mini-batch are kept, and not of each group."""
+    """Keep the best of the whole mini-batch instead of the best of each group."""
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
@@ -65,7 +65,7 @@ class CppoPolicy(_RulePolicy):
         sizes = np.bincount(group)
         if not self.group_size:
             self.check(self.config, "pruning.completion", group_size=int(sizes.max()), minibatch_size=len(batch))
-        # At least one: a group, or a mini-batch, may be shorter than planned (objective.overlong.filter, few prompts).
+        # At least one: a group or mini-batch may be smaller than planned (objective.overlong.filter, few prompts).
         kept = np.array([max(self._count(int(size), rate), min(int(size), 1)) for size in sizes], dtype=np.int64)
         drawn = deterministic(score, kept, uniform=self._ties(batch.ids, *counters), group=group)
         scale = self._scale(sizes[group] / kept[group])
@@ -89,7 +89,7 @@ class CppoVerlPolicy(CppoPolicy):
 
 
 class PaperCompletionPolicy(CppoTrlPolicy):
-    """Method `dppo_paper`: those of `cppo_trl`, times 1 / (1 - rate) whatever was kept."""
+    """Method `dppo_paper`: keeps what `cppo_trl` keeps, scaled by 1 / (1 - rate) whatever number was kept."""
 
     reads = ("rate", "warmup_steps", "anneal_fraction")
 
@@ -98,14 +98,13 @@ class PaperCompletionPolicy(CppoTrlPolicy):
 
 
 class ZeroVariancePolicy(_RulePolicy):
-    """Method `greso`: groups without reward variance are dropped, and the others averaged over: dynamic sampling's
-    target."""
+    """Method `greso`: drops groups without reward variance and averages over the others, as dynamic sampling does."""
 
     reads = ("warmup_steps", "anneal_fraction")
 
     @property
     def label(self) -> Label:
-        """biased; whether a batch has any such group is an outcome."""
+        """Always biased: whether a batch has any such group is an outcome, and a label must not depend on outcomes."""
         return "biased"
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
@@ -118,7 +117,7 @@ class ZeroVariancePolicy(_RulePolicy):
 
 
 class ZeroAdvantagePolicy(_RulePolicy):
-    """Method `greso_ht`: groups whose advantages are all 0 are dropped, with nominal denominators.
+    """Method `greso_ht`: drops groups whose advantages are all 0, and keeps the nominal denominators.
 
     Unbiased without a KL or entropy term, biased with one.
     """
@@ -127,7 +126,7 @@ class ZeroAdvantagePolicy(_RulePolicy):
 
     @property
     def label(self) -> Label:
-        """biased, unless only groups without gradient are dropped; whether a batch has any such group is an outcome."""
+        """biased with a KL or entropy term, else unbiased. Whether a batch has any such group is an outcome."""
         return "unbiased" if self.zero_advantage_slope == 0 else "biased"
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
@@ -148,7 +147,7 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """Of the estimator and the cap; how many are below the mean is an outcome, so no design has a fixed size."""
+        """By estimator and cap. No design has a fixed size: how many scores are below the mean is an outcome."""
         config = self.config
         least = keep_share(self.rate)
         if least == 1.0:
@@ -164,7 +163,7 @@ class InfoBatchCompletionPolicy(CompletionPolicy):
 class MaxVariancePolicy(_RulePolicy):
     """Method `max_variance`: of each group the subset with the largest reward variance (PODS, arXiv 2504.13818).
 
-    As a mean over the kept. Advantages stay those of the full group. Failed gradings are never kept, but at rate 0.
+    Averages over the kept. Advantages stay those of the full group. Failed gradings are kept only at rate 0.
     """
 
     reads = ("rate", "warmup_steps", "anneal_fraction")
@@ -182,7 +181,7 @@ class MaxVariancePolicy(_RulePolicy):
 
 
 def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
-    """[n]: the row's group has two different rewards; failed gradings are left out."""
+    """[n]: whether the row's group has two different rewards; failed gradings are ignored."""
     high, low = np.full(int(group.max()) + 1, -np.inf), np.full(int(group.max()) + 1, np.inf)
     graded = ~np.isnan(rewards)
     np.maximum.at(high, group[graded], rewards[graded])
@@ -191,21 +190,22 @@ def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
 
 
 def _lost(score: FloatArray, drawn: Draw) -> float:
+    """Expected share of the score mass that is not kept."""
     total = float(score.sum())
     return float(np.sum(score * (1.0 - drawn.inclusion_prob))) / total if total > 0 else 0.0
 
 
 def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform: FloatArray) -> Draw:
-    """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties at random.
+    """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties are broken at random.
 
-    The best m of G always are the i lowest and the m - i highest for some i, so G log G work replaces a search over
+    The best m of G are always the i lowest and the m - i highest for some i, so G log G work replaces a search over
     subsets.
 
     Args:
         rewards: [n], NaN where grading failed: such rows are never kept.
         group: [n] labels 0..groups-1.
-        rate: share to drop, of the group's size with failed gradings included.
-        uniform: [n] for the ties.
+        rate: share to drop of the group's size, failed gradings included.
+        uniform: [n] random numbers that break ties.
 
     Returns:
         A draw with exact inclusion probabilities under the random ties.
@@ -221,9 +221,9 @@ def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform
 def _widest(ascending: FloatArray, wanted: int) -> tuple[BoolArray, FloatArray]:
     """Kept mask and inclusion probabilities, both [n], of one group's rewards [n], sorted."""
     size = len(ascending)
-    # Centred first: variances as differences of large sums would lose their digits.
+    # Centred first: a variance computed as the difference of two large sums would lose its digits.
     centred = ascending - ascending.mean() if size else ascending
-    # In units of the largest, so that what counts as equal below does not depend on the scale of the rewards.
+    # In units of the largest, so that the rounding to 12 digits below does not depend on the scale of the rewards.
     centred = centred / (np.abs(centred).max(initial=0.0) or 1.0)
     sums, squares = (np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, np.square(centred)))
     low = np.arange(wanted + 1)
@@ -234,6 +234,6 @@ def _widest(ascending: FloatArray, wanted: int) -> tuple[BoolArray, FloatArray]:
     num_low = int(np.argmax(np.round(variance, 12)))
     position = np.arange(size)
     chosen = (position < num_low) | (position >= size - wanted + num_low)
-    # Rows of equal reward are in random order, so each has the mean of its run.
+    # Equal rewards are in random order, so each is kept with probability (chosen of its run) / (length of the run).
     _, run, counts = np.unique(ascending, return_inverse=True, return_counts=True)
     return chosen, (np.bincount(run, weights=chosen, minlength=len(counts)) / counts)[run]

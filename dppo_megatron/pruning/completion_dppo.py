@@ -1,11 +1,11 @@
 """DPPO's completion selection: fixed-size systematic sampling with probabilities from a free gradient-norm score.
 
-Rollouts are paid for at this point, so the only cost of pruning is variance, and a good score makes that cost small:
-in the reference experiment 1-2 % at 50 % pruned and 9-20 % at 70 %. Without a KL term a completion with advantage 0
-has no gradient and is dropped for free; with one it keeps a floor, because its KL gradient would otherwise be lost.
+Rollouts are already paid for at this point, so the only cost of pruning is variance, and a good score makes it small:
+in the reference experiment 1-2 % at 50 % pruned and 9-20 % at 70 %. Without a KL term, a completion with advantage 0
+has no gradient and is dropped for free. With one it keeps a floor probability, or its KL gradient would be lost.
 
-A rate names how much may be dropped; a step trains in whole rounds of micro-batches. Where the kept completions do not
-fill the last round, keeping more of them lowers the variance and starts no further micro-batch (`fill_slack`). The new
+The rate sets how much may be dropped, but a step trains whole rounds of micro-batches. If the kept completions do not
+fill the last round, keeping more of them lowers the variance without adding a micro-batch (`fill_slack`). The new
 probabilities are a function of the full batch alone, so weights of 1/pi stay exactly unbiased.
 """
 
@@ -41,12 +41,12 @@ _READS = (
 
 
 class DppoCompletionPolicy(CompletionPolicy):
-    """Method `dppo`: a rate of completions, or of tokens, is dropped."""
+    """Method `dppo`: drops a given share of the completions or, with cost_aware, of the tokens."""
 
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
     _state_names = ("control",)
     usual_rate = 0.95
-    """With the default `max_design_effect`, which keeps more wherever that would cost variance."""
+    """High because the default `max_design_effect` keeps more wherever dropping that many would cost variance."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,25 +64,26 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """Of the estimator, the design and the cap against 1 / min_inclusion_prob; exact where nothing that has
-        gradient is dropped."""
+        """By the estimator, the design, and the cap compared with 1 / min_inclusion_prob; exact if only completions
+        without gradient are dropped."""
         config = self.config
-        if self._keeps_all:
+        if self._keeps_all_gradient:
             return "exact"
         return label_of_settings(
             config.estimator,
-            # every budget is then a whole number, see `_target`
+            # without cost_aware every budget is a whole number, see `_target`
             fixed_size=config.design == "systematic" and not self._spends_tokens,
             least_prob=config.min_inclusion_prob,
             max_weight=config.max_weight,
         )
 
     @property
-    def _keeps_all(self) -> bool:
+    def _keeps_all_gradient(self) -> bool:
         return self.rate == 0
 
     @property
     def _spends_tokens(self) -> bool:
+        """Whether the budget counts tokens instead of completions."""
         return self.config.cost_aware
 
     @property
@@ -95,7 +96,7 @@ class DppoCompletionPolicy(CompletionPolicy):
         score = np.where(live, self._score(batch), 0.0)
         cost = self._cost(batch)
         lower = np.where(live, config.min_inclusion_prob, 0.0)
-        whole = not self._spends_tokens
+        whole = not self._spends_tokens  # a systematic draw keeps a fixed number only if the budget is whole
         size = score / np.sqrt(cost) if self._divides_by_cost else score
         target, notes = self._target(score, cost, lower), []
         if target is None:
@@ -127,7 +128,7 @@ class DppoCompletionPolicy(CompletionPolicy):
         )
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """Dropping a completion saves its update only; rollout and the rest of a step are its fixed cost."""
+        """Dropping a completion saves only its update; rollout and the rest of the step are the fixed cost."""
         self.control.observe_cost(cost.rollout_s + cost.other_s, cost.update_s, cost.kept_cost)
         return []
 
@@ -136,15 +137,15 @@ class DppoCompletionPolicy(CompletionPolicy):
         return carries if self.zero_advantage_slope > 0 else carries & (batch.advantages != 0)
 
     def _score(self, batch: CompletionBatch) -> FloatArray:
-        length = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
-        norms = batch.advantages, length, batch.denominator, batch.prompt_weight
-        return completion_score(*norms, zero_advantage_slope=self.zero_advantage_slope)
+        norm = batch.logit_grad_norm if self.config.score == "free_norm" else np.ones(len(batch))
+        columns = batch.advantages, norm, batch.denominator, batch.prompt_weight
+        return completion_score(*columns, zero_advantage_slope=self.zero_advantage_slope)
 
     def _cost(self, batch: CompletionBatch) -> FloatArray:
         return np.maximum(batch.lengths, 1).astype(np.float64)
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """Budget: a whole count, or cost with cost_aware. None: no cost is known yet."""
+        """Budget: a whole number of completions, or cost with cost_aware. None: no cost is known yet."""
         if self._spends_tokens:
             return (1.0 - self.rate) * float(cost.sum())
         least = math.ceil(float(lower.sum()) - 1e-9)
@@ -152,7 +153,7 @@ class DppoCompletionPolicy(CompletionPolicy):
 
 
 class AutoCompletionPolicy(DppoCompletionPolicy):
-    """Method `dppo_auto`: the number to keep follows from what the update costs."""
+    """Method `dppo_auto`: derives the number to keep from the cost of the update."""
 
     reads = ("rollout_cost_ratio", *_READS)
 
@@ -161,7 +162,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         _check_support(key, config.min_inclusion_prob)
 
     @property
-    def _keeps_all(self) -> bool:
+    def _keeps_all_gradient(self) -> bool:
         return self._cost_ratio == 0
 
     @property
@@ -177,7 +178,7 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
         return self.config.rollout_cost_ratio or self.control.cost_ratio
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """Where the keep probability is the root of variance share over cost share; None: no cost is known yet."""
+        """The sum of `efficient_probabilities`, rounded up; None: no cost is known yet."""
         if self._cost_ratio == 0:
             return None
         pi = efficient_probabilities(score, cost, lower, self._cost_ratio * float(cost.sum()))
@@ -194,16 +195,16 @@ def _check_support(key: str, min_inclusion_prob: float) -> None:
 
 
 def fill_slack(filler: WaterFiller, pi: FloatArray, holds: Callable[[FloatArray], bool], *, whole: bool) -> FloatArray:
-    """Probabilities [n] >= pi of the largest budget that `holds`; pi itself if nothing above it does.
+    """Probabilities [n] >= pi for the largest budget that `holds` accepts; pi itself if no larger one fits.
 
     Args:
-        filler: the one that gave pi; every probability grows with its budget.
+        filler: the solver that gave pi; every probability grows with the budget.
         pi: [n].
-        holds: whether the step has room for a draw with given probabilities [n]; must not depend on any draw.
-        whole: add a whole number to the budget, so that systematic draws keep a fixed size.
+        holds: whether the step has room for a draw with the given probabilities [n]; must not depend on any draw.
+        whole: increase the budget by a whole number, so that systematic draws keep a fixed size.
 
-    Example: sizes (4, 2, 1, 1) at a budget of 2 have pi = (1, 0.5, 0.25, 0.25). Each has 10 tokens and the micro-batch
-    that runs anyway has room for 30, so 3 can be kept: (1, 1, 0.5, 0.5), with weights of 2 where they were 4.
+    Example: sizes (4, 2, 1, 1) at a budget of 2 have pi = (1, 0.5, 0.25, 0.25). Each has 10 tokens, and the micro-batch
+    that runs anyway has room for 30, so 3 can be kept: (1, 1, 0.5, 0.5), with weights of 2 instead of 4.
     """
     spent, full = float(np.sum(filler.cost * pi)), float(np.sum(filler.cost[filler.support]))
     if whole and abs(spent - round(spent)) < 1e-6:

@@ -1,28 +1,28 @@
-"""A policy of your own: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
+"""User-defined policies: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-It has one method, `choose`, and the type of what it returns says how much is known about the choice:
+A policy has to define one method, `choose`. The type it returns determines how much is known about the choice:
 
-    probabilities   float array [n]: raised to `min_inclusion_prob`, drawn by, weighted with 1/pi: unbiased
+    probabilities   float array [n]: raised to `min_inclusion_prob`, used for the draw, weighted with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
-                    unbiased, until what it keeps refutes its probabilities (`monitors.py`), from then on biased
-    a pick          boolean array [n]: how else it could have come out is not known: biased, with weights of 1
+                    unbiased, but biased from the step at which its draws refute its probabilities (`monitors.py`)
+    a pick          boolean array [n]: its probabilities are unknown: biased, with weights of 1
 
-Example: prompts whose last group had variance are always kept, the others in a third of the cases.
+Example: prompts whose last group had variance are always kept, the others with probability 1/3.
 
     class Curious(CustomPromptPolicy):
-        reads = ("discount",)  # of what the history keeps
+        reads = ("discount",)  # a setting of the history
 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
-`choose` must not change the policy's state: a step may be chosen and then given up. It learns in `learn` (prompts)
-and `feedback`; what it keeps goes through `own_state` and `load_own_state`.
+`choose` must not change the policy's state, because a step may be abandoned after it was chosen. State changes in
+`learn` (prompts) and `feedback`, and is saved and restored by `own_state` and `load_own_state`.
 
-The trainer's policies (`Plugged...`) hold such an object and ask it; they draw, weigh, label and save by themselves.
-Composition, because a class that inherited them could replace any step between its answer and the label. What it
-defines beside the public names of its base has no effect; if the name is one of a policy's, that is an error. Code that
-reaches into the package on purpose is not held off. The price: weights other than the estimators' cannot be plugged
-in, nor parts of a built-in method be replaced.
+The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves.
+They use composition, because a user's subclass could override any step between its answer and the label. Only the
+public names of the base class are ever called on it; defining another name that the trainer's policies use is an error.
+This does not stop code that reaches into the package on purpose. The price: a plugged policy cannot supply its own
+weights or replace a part of a built-in method.
 """
 
 from __future__ import annotations
@@ -48,45 +48,46 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, PromptFe
 Choice = FloatArray | BoolArray | Draw
 """Probabilities [n], a pick [n], or a design of n rows."""
 _LEAST_KEPT = 1e-9
-"""Of a kept row, with gradient or without: a weight above 1e38 is infinite where losses are float32, and 0 times it is
-no number."""
+"""Smallest probability of a kept row, even one without gradient: a weight above 1e38 is infinite in float32 losses, and
+0 times infinity is NaN."""
 _ROUNDING = 1e-6
-"""Of probabilities, which may have been float32 or summed."""
+"""Allowed rounding error of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
-"""numpy's types of numbers that a checkpoint keeps, by their letters."""
+"""Type characters of the numpy number types that a checkpoint keeps."""
 _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
+"""Settings that `Plugged...` policies read themselves."""
 
 
 class CustomPolicy:
-    """What a user's policies of both levels have. The public names of a base are all that the trainer uses.
+    """Base of user policies of both levels. The trainer uses only its public names.
 
-    At the start of a run another object of the class is tried, on every rank, with rewards that are made up: what it
-    learns belongs in `self`, where the trial's ends with it. A class attribute or a file would keep it for the run.
+    At the start of a run, every rank tries a separate object of the class with made-up rewards. Keep what is learned in
+    `self`, which is discarded with that object; a class attribute or a file would carry it into the run.
     """
 
     reads: ClassVar[tuple[str, ...]]
-    """Settings of `pruning.<level>` that mean something to it, beside the floor, the draw, the weights and the warm-up,
-    which are made here. Changed ones that nothing reads are named at the start."""
+    """Settings of `pruning.<level>` that it reads, beside those for the floor, the draw, the weights and the warm-up,
+    which the trainer applies. The start of a run reports settings that were changed but are not read."""
     config: Any
-    """A copy of the section."""
+    """A copy of the config section."""
     seed: int
-    """For random numbers of its own; not the run's, or its coins could be those that it is drawn by."""
+    """Seed for random numbers of its own. Not the run's seed, which could give the same numbers as the draw itself."""
 
     def __init__(self, **given: Any) -> None:
         vars(self).update(given)
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
+        """Learn what a finished step cost; returns log lines if something changed because of it."""
         return []
 
     def own_state(self) -> dict[str, Any]:
-        """What it keeps: numbers, texts, numpy arrays of numbers, lists, tuples, dicts. Copied when it is taken, as
-        these alone: a `defaultdict` comes back as a dict, numpy's 1.0 as Python's."""
+        """Its state: numbers, strings, numpy arrays of numbers, lists, tuples, dicts. The trainer takes a copy made of
+        these types alone: a `defaultdict` is restored as a dict, a numpy scalar as a Python number."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`. A policy has both or neither."""
+        """Restore a saved `own_state`. A policy defines both or neither."""
 
 
 class CustomPromptPolicy(CustomPolicy):
@@ -94,10 +95,10 @@ class CustomPromptPolicy(CustomPolicy):
 
     reads: ClassVar[tuple[str, ...]] = ("discount", "prior")
     history: PromptHistory
-    """To be read: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
+    """Read-only: `arrays` by prompt index (variance, mean_abs, tokens, visits, last_step), `posterior`, `seen`,
     `age_epochs`."""
     features: PromptFeatures | None
-    """What is known of each prompt before a visit; None: nothing."""
+    """What is known of each prompt before its first visit; None: nothing."""
     completions_per_prompt: int
     prompts_per_step: int
 
@@ -106,8 +107,8 @@ class CustomPromptPolicy(CustomPolicy):
         raise NotImplementedError
 
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
-        """Visited prompts [K] with rewards (NaN: not graded) and lengths [K, G]; `self.history` has learned already.
-        A trial's rewards, which are made up, come first, to an object of their own."""
+        """Learn from visited prompts [K] with rewards (NaN: not graded) and lengths [K, G]. `self.history` is already
+        updated. The trial at the start of a run calls this with made-up rewards, on an object of its own."""
 
 
 class CustomCompletionPolicy(CustomPolicy):
@@ -115,14 +116,14 @@ class CustomCompletionPolicy(CustomPolicy):
 
     reads: ClassVar[tuple[str, ...]] = ()
     zero_advantage_slope: float
-    """Above 0 completions without advantage carry gradient too."""
+    """Above 0, completions with advantage 0 carry gradient too."""
     group_size: int
-    """Completions of a whole group; 0: not known."""
+    """Completions of a whole group; 0: unknown."""
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         """Which completions [n] to train on, sorted by prompt and completion. Steps count from 0.
 
-        Those without gradient need no probability. There may be none at all: what is asked then is the kind of answer.
+        Completions without gradient need no probability. The batch may be empty; then only the kind of answer counts.
         """
         raise NotImplementedError
 
@@ -133,48 +134,48 @@ class _Plugged(Policy):
     own_class: ClassVar[type[CustomPolicy]]
     own: Any
     kind: str = ""
-    """Of its answers so far: a Draw, a pick or probabilities; of a prompt policy only whether one was a pick."""
+    """`a Draw`, `a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
 
     @property
     def has_support(self) -> bool:
         return self.kind != "a pick"
 
-    def _make_own(self, seed: int, **given: Any) -> None:
-        what = f"pruning.{self._level}.method = '{self.config.method}'"
+    def _make_own(self, seed: int, **attributes: Any) -> None:
+        setting = f"pruning.{self._level}.method = '{self.config.method}'"
         seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
-            self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **given)
+            self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **attributes)
         except Exception as error:
-            said = f"{what}: cannot be made: {type(error).__name__}: {error}"
+            message = f"{setting}: cannot be made: {type(error).__name__}: {error}"
             if isinstance(error, TypeError) and "__init__()" in str(error):
-                raise UserError(f"{said}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
-            raise UserError(said) from error
+                raise UserError(f"{message}; an __init__ takes (*args, **kwargs) and hands them to super()") from None
+            raise UserError(message) from error
         if not isinstance(self.own, self.own_class):
-            raise UserError(f"{what}: cannot be made: its __new__ returns a {type(self.own).__name__}")
-        _refuse_taken(vars(self.own), self.own_class, f"{what}: its objects have")
-        self.own_state()
+            raise UserError(f"{setting}: cannot be made: its __new__ returns a {type(self.own).__name__}")
+        _refuse_taken(vars(self.own), self.own_class, f"{setting}: its objects have")
+        self.own_state()  # raises now if the state cannot be saved
 
     @contextmanager
-    def _asking(self, function: str, rows: int, step: int) -> Iterator[None]:
-        """A mistake in the user's code ends the run as one in a setting does, which it is."""
+    def _calling(self, function: str, rows: int, step: int) -> Iterator[None]:
+        """Turn an exception of the user's code into a `UserError`, which ends the run as a wrong setting does."""
         try:
             yield
         except UserError:
             raise
         except Exception as error:
             where = f"pruning.{self._level}.method = '{self.config.method}'"
-            asked = f"{where}: {function}, given {rows} rows in step {step}"
-            raise UserError(f"{asked}: {type(error).__name__}: {error}") from error
+            call = f"{where}: {function}, given {rows} rows in step {step}"
+            raise UserError(f"{call}: {type(error).__name__}: {error}") from error
 
-    def _ask(self, given: Any, count: int, step: int, minibatch: int) -> Choice:
-        with self._asking("choose", count, step):
-            return _checked(self.own.choose(given, step=step, minibatch=minibatch), count, self.config.method)
+    def _call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
+        with self._calling("choose", count, step):
+            return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
     def _check_support(self, draw: Draw, live: BoolArray) -> None:
-        """Raise `UserError` for a design that contradicts itself, or that keeps a row with gradient so rarely that no
-        run would show whether it ever does."""
+        """Raise `UserError` for a design that contradicts itself, or that gives a row with gradient a probability below
+        the floor: no run could show whether a row that is kept so rarely ever is."""
         pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
-        for wrong, said in (
+        for wrong, problem in (
             (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),
             (~draw.kept & (pi == 1), "left out a row of probability {:g}"),
             (
@@ -185,15 +186,15 @@ class _Plugged(Policy):
         ):
             if wrong.any():
                 row = int(np.flatnonzero(wrong)[0])
-                why = f"{said.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
+                why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
     def feedback(self, cost: StepCost) -> list[str]:
-        said = self.own.feedback(cost)
-        if not isinstance(said, list) or not all(isinstance(line, str) for line in said):
-            raise UserError(f"{self.config.method}.feedback returned {said!r:.60}; expected a list of log lines")
-        self.own_state()  # what cannot be saved is an error on every rank here; at a save rank 0 alone would have it
-        return said
+        lines = self.own.feedback(cost)
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise UserError(f"{self.config.method}.feedback returned {lines!r:.60}; expected a list of log lines")
+        self.own_state()  # a state that cannot be saved fails here on every rank; at a save only rank 0 would fail
+        return lines
 
     def own_state(self) -> dict[str, Any]:
         where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
@@ -206,12 +207,12 @@ class _Plugged(Policy):
         try:
             self.own.load_own_state(copy.deepcopy(state["own"]))
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {said}") from error
+            detail = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {detail}") from error
 
 
 class PluggedPromptPolicy(_Plugged, PromptPolicy):
-    """Asks a `CustomPromptPolicy`."""
+    """Delegates the choice to a `CustomPromptPolicy`."""
 
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
@@ -219,7 +220,7 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
         self._make_own(seed, history=self.history, features=self.features, **sizes)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = self._ask(ids.copy(), len(ids), step, minibatch)
+        choice = self._call_choose(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
             self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice, pairs_known=False)
@@ -231,12 +232,12 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        with self._asking("learn", len(visits.ids), step):
+        with self._calling("learn", len(visits.ids), step):
             self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
 class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
-    """Asks a `CustomCompletionPolicy`."""
+    """Delegates the choice to a `CustomCompletionPolicy`."""
 
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
@@ -270,9 +271,9 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        choice = self._ask(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
+        choice = self._call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
         if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
-            choice = choice.astype(np.bool_)  # numpy's array of nothing is of floats
+            choice = choice.astype(np.bool_)  # np.array([]) is of floats, whatever was meant
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
         if self.kind and kind != self.kind:
             raise UserError(
@@ -283,7 +284,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
         return choice
 
     def _label_of(self, choice: Choice) -> Label:
-        """By the kind of the answer and the settings: the probabilities depend on which prompts were drawn."""
+        """By the kind of the answer and the settings, not by the probabilities: those depend on the prompt draw."""
         if not isinstance(choice, Draw) and choice.dtype == np.bool_:
             return "biased"
         config = self.config
@@ -292,7 +293,7 @@ class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:
-    """A copy of what `choose` answered, if it is an answer: numpy's own arrays, so that nothing changes afterwards."""
+    """A checked copy of what `choose` returned, so that the user's code cannot change it afterwards."""
     what = f"{method}.choose returned"
     kept = None
     if isinstance(choice, Draw):
@@ -308,7 +309,7 @@ def _checked(choice: Any, count: int, method: str) -> Choice:
     if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
-    # without `least_kept`: the label of a cap must not rest on a word
+    # without `least_kept`: whether a cap can bind must not depend on the user's claim
     return pi if kept is None else Draw(np.array(kept), pi, fixed_size)
 
 
@@ -326,19 +327,19 @@ def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Sele
 
 
 def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | type[CompletionPolicy]:
-    """The policy class, of base `PromptPolicy` or `CompletionPolicy`, that asks objects of a user's class.
+    """A policy class, derived from `base` (`PromptPolicy` or `CompletionPolicy`), that calls objects of a user's class.
 
     Raises:
-        UserError: `cls` is no class derived from the base of its level, or defines what only the trainer decides.
+        UserError: `cls` is not derived from the custom base of its level, or defines what only the trainer decides.
     """
     at_prompts = base is PromptPolicy
-    level, of = ("prompt", "completions") if at_prompts else ("completion", "prompts")
+    level, other_level = ("prompt", "completions") if at_prompts else ("completion", "prompts")
     own, other = (CustomPromptPolicy, CustomCompletionPolicy)[:: 1 if at_prompts else -1]
     if not isinstance(cls, type) or not issubclass(cls, own) or issubclass(cls, (Policy, other)):
         hint = ""
         if isinstance(cls, type) and issubclass(cls, (Policy, other)):
             built_in = "no part of a built-in method can be replaced: give its probabilities from choose"
-            hint = f"; {built_in if issubclass(cls, Policy) else f'it is one of {of}'}"
+            hint = f"; {built_in if issubclass(cls, Policy) else f'it is one of {other_level}'}"
         raise UserError(
             f"{key} = '{path}' is no {level} policy: expected a class derived from"
             f" dppo_megatron.pruning.{own.__name__}{hint}"
@@ -361,12 +362,12 @@ def plug(cls: object, base: type, key: str, path: str) -> type[PromptPolicy] | t
 
 
 def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
-    """Raise `UserError` for a name that means something to the trainer's policies, and is none that is called."""
+    """Raise `UserError` for a name that the trainer's policies use themselves and do not call on the user's object."""
     policies = (PromptPolicy, CompletionPolicy, CustomPromptPolicy, CustomCompletionPolicy)
     taken = {name for cls in policies for name in dir(cls) if not name.startswith("__")} - {*_used(own), "reads"}
-    if found := sorted(taken & set(names)):
+    if clashes := sorted(taken & set(names)):
         raise UserError(
-            f"{where} {found[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
+            f"{where} {clashes[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
             f" {', '.join(_used(own))} are called. Give probabilities, a Draw or a pick from choose; rename a helper of"
             " that name"
         )
@@ -377,12 +378,12 @@ def _used(own: type) -> list[str]:
 
 
 def _plain(state: Any, where: str) -> Any:
-    """A copy, of what reading a checkpoint makes without running code. Raises `UserError` for anything else."""
+    """A copy made of types that a checkpoint can restore without running code; `UserError` for any other type."""
     if isinstance(state, dict):
         return {_plain(name, f"{where}: a key"): _plain(value, f"{where}[{name!r}]") for name, value in state.items()}
     if isinstance(state, list | tuple):
-        held = [_plain(value, f"{where}[{place}]") for place, value in enumerate(state)]
-        return tuple(held) if isinstance(state, tuple) else held
+        items = [_plain(value, f"{where}[{place}]") for place, value in enumerate(state)]
+        return tuple(items) if isinstance(state, tuple) else items
     if isinstance(state, np.generic) and state.dtype.char in _STORED + "U":
         return state.item()
     if type(state) is np.ndarray and state.dtype.char in _STORED:

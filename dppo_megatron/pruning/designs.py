@@ -2,8 +2,8 @@
 
 A design here is a pure function of probabilities and uniform numbers. Each returns the kept mask together with the
 exact first-order inclusion probabilities, because a weight built from an approximate probability is a hidden bias.
-Systematic sampling is the default: its size is fixed, so C/(1-P) scaling and Horvitz-Thompson agree, and a sorted list
-makes it stratify for free. The price is that some pairs are never drawn together, so its own variance cannot be
+Systematic sampling is the default: its size is fixed, so C/(1-P) scaling and Horvitz-Thompson agree, and on a sorted
+list it stratifies for free. The price is that some pairs are never drawn together, so its own variance cannot be
 estimated without bias; the Poisson formula is reported instead.
 """
 
@@ -19,27 +19,27 @@ from dppo_megatron.config.pruning import exact_rate
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 _SMALLEST_RELATIVE_SIZE = 1e-12
-"""Positive sizes are raised to this share of the largest one: 1/size stays finite, and the floor rules there anyway."""
+"""Positive sizes are raised to this share of the largest: 1/size stays finite, and the floor decides there anyway."""
 
 _CERTAIN = 1.0 - 1e-11
-"""Above this a systematic draw keeps an element always, and reports 1: a sum of thousands has no finer resolution."""
+"""A systematic draw always keeps an element above this, and reports 1: a sum of thousands has no finer resolution."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     kept: BoolArray
-    """[n], or [draws, n] of many draws."""
+    """[n], or [draws, n] for many draws."""
     inclusion_prob: FloatArray
     """[n] float64, P(kept) under the design, exact."""
     fixed_size: bool
     """The number kept is the same in every draw."""
     least_kept: int = 0
-    """Every draw keeps at least so many, beside what the probabilities of 1 say."""
+    """Every draw keeps at least this many; 0: only the rows with probability 1 are known to be kept."""
     order: IntArray | None = None
-    """[n] along which a systematic draw cumulates; None: independent coins."""
+    """[n] the order in which a systematic draw cumulates probabilities; None: independent coins."""
 
-    def again(self, rng: np.random.Generator, count: int) -> Draw:
-        """So many further draws of the same design. Systematic ones start at equal distances, in random order."""
+    def redraw(self, rng: np.random.Generator, count: int) -> Draw:
+        """`count` further draws of the same design. Systematic ones start at equal distances, in random order."""
         pi = self.inclusion_prob
         if self.order is None:
             return replace(self, kept=rng.random((count, len(pi))) < pi)
@@ -64,7 +64,7 @@ class WaterFiller:
     Example: sizes (8, 2, 1, 1), floor 0.2, two of four to be kept. The first would get more than 1 and is certain; the
     others share the rest in proportion, lambda = 1 / 4:
         WaterFiller(np.array([8.0, 2, 1, 1]), 0.2).solve(2.0)  ->  (1, 0.5, 0.25, 0.25)
-    At a target of 1.2 the last three rest on the floor: (0.6, 0.2, 0.2, 0.2).
+    At a target of 1.2 the last three are at the floor: (0.6, 0.2, 0.2, 0.2).
     """
 
     def __init__(self, size: FloatArray, lower: FloatArray | float, cost: FloatArray | None = None) -> None:
@@ -98,8 +98,8 @@ class WaterFiller:
     def solve(self, target: float) -> FloatArray:
         """pi [n] float64 with sum(cost * pi) = target to rounding.
 
-        A target below the floors returns the floors; one above the support returns 1 on the support. Elements of size
-        0 with a floor are raised last, in proportion to their floors.
+        A target below the sum of the floors gives the floors; one above that of the support gives 1 on the support.
+        Elements of size 0 with a floor are raised last, in proportion to their floors.
         """
         if not math.isfinite(target):
             raise ValueError(f"target = {target}: must be finite")
@@ -111,7 +111,7 @@ class WaterFiller:
         after = int(np.searchsorted(self._spent_at_kink, target))
         if after >= len(self._kinks):
             return self._raise_sizeless(target)
-        # The level is solved afresh from the active set: the running sums above only had to find the segment.
+        # Solved again from the active set: the running sums accumulate rounding errors and only find the segment.
         left = self._kinks[after - 1] if after else 0.0
         middle = 0.5 * (left + self._kinks[after])
         free = (self._leaves_floor < middle) & (middle < self._reaches_one)
@@ -134,9 +134,9 @@ class WaterFiller:
 def bisect(
     low: float, high: float, tolerance: float, is_low: Callable[[float], bool], *, whole: bool
 ) -> tuple[float, float]:
-    """Narrow [low, high] to `tolerance`; whole: by steps of whole numbers, with a tolerance of 1.
+    """Narrow [low, high] to `tolerance`; whole: in whole-number steps, to a tolerance of 1. Returns both ends.
 
-    `is_low` says of a value whether what is looked for is above it. Returns both ends.
+    `is_low(value)`: whether the wanted value is above `value`.
     """
     while high - low > (1.0 if whole else tolerance):
         middle = low + (max(round((high - low) / 2), 1) if whole else (high - low) / 2)
@@ -147,25 +147,25 @@ def bisect(
 def systematic(inclusion_prob: FloatArray, *, order: IntArray, start: float) -> Draw:
     """Systematic sampling with unequal probabilities: equally spaced points on the cumulated probabilities.
 
-    P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if that is whole.
+    P(kept) = inclusion_prob exactly; the count is floor or ceil of the sum, and fixed if the sum is whole.
 
     Args:
-        order: [n] permutation along which probabilities are cumulated; neighbours are rarely kept together.
+        order: [n] permutation in which probabilities are cumulated; neighbours are rarely kept together.
         start: one uniform number in [0, 1).
 
     Example: pi = (0.5, 0.7, 0.8) ends at 0.5, 1.2 and 2.0 on the cumulated line. start = 0.3 puts points at 0.3 and
-    1.3: the first and the third are kept. start = 0.6 puts them at 0.6 and 1.6: the second and the third. The first is
-    kept for starts below 0.5, the second for those from 0.5 on and below 0.2, the third for those from 0.2 on.
+    1.3: the first and the third are kept. start = 0.6 puts them at 0.6 and 1.6: the second and the third are. The first
+    is kept for starts in [0, 0.5), the second for those in [0.5, 1) or [0, 0.2), the third for those in [0.2, 1).
     """
     pi = checked_probabilities(inclusion_prob)
     pi = np.where(pi > _CERTAIN, 1.0, pi)
     kept = pi >= 1.0
-    # Certain elements stay out of the cumulated sum, where rounding could give one two points or none.
+    # Certain elements stay out of the cumulated sum, where rounding could give such an element two points or none.
     ordered = pi[order]
     rest = order[(ordered > 0.0) & (ordered < 1.0)]
     total, cumulated = 0.0, np.cumsum(pi[rest])
     if len(rest):
-        total = float(pi[rest].sum())  # in pairs: a million probabilities cumulated one by one are 5e-7 off
+        total = float(pi[rest].sum())  # summed pairwise: cumsum over a million probabilities is off by 5e-7
         if _is_whole(total):
             total = float(round(total))
             cumulated = np.minimum(cumulated, total)
@@ -185,15 +185,15 @@ def poisson(inclusion_prob: FloatArray, *, uniform: FloatArray) -> Draw:
 def deterministic(
     score: FloatArray, num_kept: IntArray | int, *, uniform: FloatArray, group: IntArray | None = None
 ) -> Draw:
-    """The highest scores, ties broken at random: what CPPO and Algorithm 1 of DPPO do.
+    """Keep the highest scores, with ties broken at random, as CPPO and Algorithm 1 of DPPO do.
 
-    The inclusion probabilities are exact: 1 above the threshold, 0 below it, (places left) / (tied) on it. Since some
+    The inclusion probabilities are exact: 1 above the threshold, 0 below it, (places left) / (tied) at it. Since some
     are 0 where there is gradient, no weight can make this unbiased.
 
     Args:
         score: [n], no NaN.
-        uniform: [n] in [0, 1), for the ties.
-        num_kept: scalar or [groups], of each group.
+        uniform: [n] in [0, 1), breaks ties.
+        num_kept: how many of each group, scalar or [groups].
         group: [n] labels 0..groups-1; None is one group.
     """
     if np.isnan(score).any():
@@ -212,12 +212,12 @@ def deterministic(
 
 
 def rows_of_groups(order: IntArray, label: IntArray) -> list[IntArray]:
-    """The rows of each group, of rows [n] that are sorted by their label first; labels 0..groups-1."""
+    """The rows of each group; `order` [n] holds row numbers sorted by label first, with labels 0..groups-1."""
     return np.split(order, np.cumsum(np.bincount(label))[:-1]) if len(order) else []
 
 
 def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: float, uniform: FloatArray) -> Draw:
-    """Draw by the design's name in the config: `systematic` or `poisson`."""
+    """Draw with the design named in the config: `systematic` or `poisson`."""
     if design == "systematic":
         return systematic(inclusion_prob, order=order, start=start)
     if design == "poisson":
@@ -226,9 +226,9 @@ def draw(design: str, inclusion_prob: FloatArray, *, order: IntArray, start: flo
 
 
 def count_kept(count: int, rate: float) -> int:
-    """`count` less floor(rate * count), with the rate taken as the decimal that was written.
+    """count - floor(rate * count), with the rate taken as the exact decimal that was written.
 
-    Plain int(160 * (1 - 0.9)) is 15 in binary floating point; 9/10 as a fraction gives the 16 that was meant.
+    In binary floating point int(160 * (1 - 0.9)) is 15; with 9/10 as a fraction it is the intended 16.
     """
     return count - math.floor(exact_rate(rate) * count)
 
@@ -246,7 +246,7 @@ def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:
 
 
 def checked_probabilities(inclusion_prob: FloatArray) -> FloatArray:
-    """The argument as float64; ValueError names a row that is NaN or outside [0, 1]."""
+    """The argument as float64; raises ValueError, with the row, for a value that is NaN or outside [0, 1]."""
     pi = np.asarray(inclusion_prob, dtype=np.float64)
     _check_finite("inclusion_prob", pi, least=0.0, most=1.0)
     return pi

@@ -1,13 +1,13 @@
-"""Limits at which completions are stopped early by chance, and what those count that come to their end.
+"""Random limits at which completions are stopped early, and the weights of those that finish.
 
-A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). One of
-n tokens comes to its end with probability S(n) whatever it says, and weighs 1 / S(n): in expectation every completion
-is trained on once, and long ones cost less. A tail of lengths in which n or more tokens have a chance of about 1 / n,
-as the longest of chains of thought often have, costs log(n) tokens where it cost n.
+A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). A
+completion of n tokens finishes with probability S(n), whatever it contains, and then has weight 1 / S(n): in
+expectation every completion is trained on once, and long ones cost less. If P(length >= n) is about 1 / n in the tail,
+as is often the case for long chains of thought, that tail costs log(n) tokens instead of n.
 
-S knows nothing of the prompt on purpose. Guesses of each completion's length and reward would gain 1.2 times as much
-on recorded runs (docs/choosing.md), but are fitted to whole lengths, of which a run that stops early sees few; and
-settings need no state that is saved and restored.
+S deliberately ignores the prompt. Predicting each completion's length and reward would gain 1.2 times as much on
+recorded runs (docs/choosing.md), but such predictions are fitted to full lengths, of which a run that stops early sees
+few; and S, a function of settings alone, has no state to save and restore.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "rollout/early_stop"
 
 
 def end_probability(config: EarlyStopConfig, lengths: IntArray) -> FloatArray:
-    """S of completions of these lengths in tokens, any shape.
+    """S(n) for completion lengths n in tokens, any shape.
 
     Example: after 100 tokens with a floor of 0.1, lengths 50, 200, 4000 have 1, 1/2, 1/10.
     """
@@ -35,10 +35,10 @@ def end_probability(config: EarlyStopConfig, lengths: IntArray) -> FloatArray:
 def draw_limits(
     config: EarlyStopConfig, seed: int, prompt_index: IntArray, step: int, width: int, longest: int
 ) -> IntArray:
-    """[n, width] limit of each completion of the prompts [n] in a step, at most `longest`; [n, 0] where it is off.
+    """[n, width] token limit of each completion of the prompts [n] in a step, at most `longest`; [n, 0] if disabled.
 
-    Each has a coin of its own: with one for a group, a completion's end would say something about its mates', and a
-    baseline of theirs would no longer be independent of it.
+    Each completion has a random number of its own. With one per group, whether a completion finishes would be
+    correlated with whether its group mates do, and a baseline made from the mates would not be independent of it.
     """
     if not config.after_tokens:
         return np.zeros((len(prompt_index), 0), dtype=np.int64)
@@ -47,7 +47,7 @@ def draw_limits(
 
 
 def limits_of(config: EarlyStopConfig, uniform: FloatArray, longest: int) -> IntArray:
-    """The limits by numbers in [0, 1), any shape: the largest n with S(n) >= u, at most `longest`."""
+    """Limits from uniform numbers u in [0, 1), any shape: the largest n with S(n) >= u, at most `longest`."""
     most = np.minimum(np.floor(config.after_tokens / np.maximum(uniform, 1e-12)), float(longest))
     limits: IntArray = np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)
     return limits

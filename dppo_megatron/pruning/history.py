@@ -1,7 +1,7 @@
 """What is remembered about every prompt: one array per quantity, indexed by the prompt's row.
 
-40 bytes a prompt, so a million prompts are 40 MB and a step touches only the rows it visits. Kept as posteriors and
-running means and not as a list of visits: the list grows with the run, and the scores need nothing else.
+40 bytes per prompt: a million prompts take 40 MB, and a step touches only the rows it visits. It holds posteriors and
+running means instead of a list of visits, which would grow with the run; the scores need nothing else.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class PromptHistory:
     Args:
         num_prompts: rows of the prompt set.
         prior: both parameters of the Beta prior.
-        discount: what a visit leaves of older evidence, and an epoch without a visit of its distance to the prior.
-        steps_per_epoch: turns steps into epochs for the discount by age.
+        discount: factor on older evidence at a visit, and on the evidence's distance to the prior for each epoch
+            without a visit after the first.
+        steps_per_epoch: converts steps into epochs for the discount by age.
     """
 
     def __init__(self, num_prompts: int, *, prior: float, discount: float, steps_per_epoch: float) -> None:
@@ -44,7 +45,7 @@ class PromptHistory:
         return len(self.arrays["visits"])
 
     def seen(self, ids: IntArray) -> npt.NDArray[np.bool_]:
-        """[n], visited at least once."""
+        """[n], whether visited at least once."""
         return np.asarray(self.arrays["visits"][ids] > 0)
 
     def age_epochs(self, ids: IntArray, step: int) -> FloatArray:
@@ -53,14 +54,14 @@ class PromptHistory:
         return np.where(last == _NEVER, 0.0, np.maximum(step - last, 0.0) / self.steps_per_epoch)
 
     def posterior(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray]:
-        """Beta parameters [n], [n]. Evidence older than an epoch fades back to the prior, that is to ignorance."""
+        """Beta parameters [n], [n]. Evidence older than an epoch fades back towards the prior."""
         keep = self.discount ** np.maximum(self.age_epochs(ids, step) - 1.0, 0.0)
         successes = self.prior + keep * (self.arrays["successes"][ids] - self.prior)
         failures = self.prior + keep * (self.arrays["failures"][ids] - self.prior)
         return successes, failures
 
     def pass_rate(self) -> FloatArray:
-        """[prompts] mean reward, held to [0, 1], by all evidence however old; 1/2 where there is none."""
+        """[prompts] mean of the rewards clipped to [0, 1], by all evidence however old; 1/2 where there is none."""
         successes, failures = self.arrays["successes"], self.arrays["failures"]
         return np.asarray(successes / (successes + failures))
 
@@ -74,9 +75,11 @@ class PromptHistory:
         second_moment: FloatArray | None,
         stands_for: FloatArray | None = None,
     ) -> None:
-        """Visits of prompts ids [K]: rewards and lengths [K, G]; a NaN reward is no evidence, a row of them no visit.
-        With `stands_for` [K, G] evidence and lengths are those of all, or a prompt is known by its short answers. No
-        prompt comes twice in a step; should another trainer's sampler give one twice, its last row counts.
+        """Record visits of prompts ids [K] with rewards and lengths [K, G]; NaN is no evidence, a row of NaN no visit.
+
+        `stands_for` [K, G] weights evidence and lengths: without it they would describe mostly short completions, which
+        are stopped early less often. A prompt is visited at most once a step; if another trainer's sampler repeats one,
+        its last row counts.
         """
         graded = ~np.isnan(rewards)
         counts = graded.sum(axis=1)
@@ -97,14 +100,14 @@ class PromptHistory:
         a["mean_abs"][ids] = np.abs(deviation).sum(axis=1) / counts / np.where(std > 1e-12, std, 1.0)
         a["variance"][ids] = self._average(a["variance"][ids], variance, first)
         if second_moment is not None:
-            # Degenerate visits are the posterior's business; counting their zero here would count them twice.
+            # The posterior already accounts for visits without variance; their zeros here would count them twice.
             informative = std > 1e-12 if stands_for is None else second_moment[visited] > 0
             rows, moment = ids[informative], second_moment[visited][informative]
             a["moment"][rows] = self._average(a["moment"][rows], moment, np.isnan(a["moment"][rows]))
         tokens = lengths[visited].mean(axis=1)
         if stands_for is not None:
-            every = graded | (stands_for[visited] == 0)
-            tokens = (lengths[visited] * weight).sum(axis=1) / every.sum(axis=1)
+            graded_or_stopped = graded | (stands_for[visited] == 0)
+            tokens = (lengths[visited] * weight).sum(axis=1) / graded_or_stopped.sum(axis=1)
         a["tokens"][ids] = self._average(a["tokens"][ids], tokens, first)
         a["last_step"][ids] = step
         a["visits"][ids] += 1
@@ -124,13 +127,13 @@ class PromptHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the arrays; of 100,000 prompts that takes 2.4 ms."""
+        """Copies of the arrays; 2.4 ms for 100,000 prompts."""
         return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; raises ValueError on other keys, types or another number of prompts."""
+        """Restore; raises ValueError on different keys, types or numbers of prompts."""
         for name, array in restored(self.arrays, state, "the pruning history").items():
-            self.arrays[name][:] = array  # in place: a user's policy may have taken an array when it was made
+            self.arrays[name][:] = array  # in place: a user's policy may hold references to these arrays
 
 
 def check_ids(ids: IntArray, num_prompts: int) -> IntArray:
@@ -152,7 +155,7 @@ def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, *, binar
 
     Raises:
         ValueError: shapes disagree.
-        UserError: infinite rewards, or rewards outside [0, 1] under a score that counts them as successes.
+        UserError: infinite rewards, or rewards outside [0, 1] with a score that counts them as successes.
     """
     rewards, lengths = np.asarray(rewards, dtype=np.float64), np.asarray(lengths)
     if rewards.ndim != 2 or rewards.shape[0] != len(ids) or lengths.shape != rewards.shape:

@@ -1,8 +1,8 @@
 """What goes into a pruning policy and comes out of it.
 
 Flat arrays rather than objects per prompt: a step's selection over a thousand prompts is a handful of numpy calls.
-A policy never sees the model or the loss. It returns weights as data, and the loss multiplies; which policy made them
-is known to the ledger only.
+A policy never sees the model or the loss. It returns weights as data, by which the loss is multiplied; only the ledger
+records which policy made them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dppo_megatron.randomness import generator, uniforms
 from dppo_megatron.types import REWARD_ROUNDING, BoolArray, FloatArray, IntArray, Label, RunAborted, UserError
 
 _LEAST_GROUPS = 48.0
-"""Groups with gradient that a verdict needs, after fading: the error of fewer is itself not known."""
+"""Groups with gradient, after fading, that a verdict needs: with fewer, the standard error itself is unreliable."""
 _ERRORS = 2.0
-"""So many standard errors above uniform skipping is worse beyond doubt."""
+"""Skipping counts as worse than uniform skipping when it is more than this many standard errors above it."""
 
 LARGEST_REWARD = 1e15
 """Sums of squared rewards times lengths are kept as float32, which ends at 3e38."""
 
 
 def percent(share: float) -> str:
-    """In two digits, and never as a power of ten: 0.0123 -> `1.2 %`, 3.8 -> `380 %`."""
+    """Two significant digits, never in exponent notation: 0.0123 -> `1.2 %`, 3.8 -> `380 %`."""
     return f"{float(f'{100 * share:.2g}'):.15g} %"
 
 
@@ -43,43 +43,43 @@ class LedgerRow:
     """Kept over offered, in [0, 1]; 1 if nothing was offered."""
     label: Label
     note: str
-    """Why the label, and about how much; empty if there is nothing to say."""
+    """Reason for the label, and roughly how large the effect is; may be empty."""
     bias_estimate: float | None = None
-    """About |E[g'] - g| / |g| by this selection alone, g the full batch's gradient and g' the estimate, if the
-    gradients of different completions are orthogonal. None: there is none, or the note says why it is not known."""
+    """Estimate of |E[g'] - g| / |g| by this selection alone, with g the full batch's gradient and g' the estimate,
+    taking gradients of different completions as orthogonal. None: no bias, or the note says why it is unknown."""
 
-    def sized(self, bias: float | None, unknown: str = "") -> LedgerRow:
-        """With an estimate, or why there is none; rows labelled exact or unbiased stay as they are."""
+    def with_bias(self, bias: float | None, unknown: str = "") -> LedgerRow:
+        """The row with an estimate, or with why it is `unknown`; rows labelled exact or unbiased stay as they are."""
         if self.label in ("exact", "unbiased"):
             return self
-        said = f"bias about {percent(bias)}" if bias is not None else unknown and f"bias of unknown size: {unknown}"
-        return replace(self, note="; ".join(filter(None, (self.note, said))), bias_estimate=bias)
+        size = f"bias about {percent(bias)}" if bias is not None else unknown and f"bias of unknown size: {unknown}"
+        return replace(self, note="; ".join(filter(None, (self.note, size))), bias_estimate=bias)
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Growth of the variance over the last steps, as factors of no skipping."""
+    """Growth of the gradient's variance over the last steps, as factors relative to no skipping."""
 
     predicted: float
     realised: float
     error: float
     """Standard error of `realised`."""
     uniform: float
-    """Of skipping at random that costs as much."""
+    """Growth by skipping uniformly at random at the same cost."""
     groups: float
-    """Groups with gradient it rests on, faded."""
+    """Faded number of groups with gradient that this was measured on."""
 
     @property
     def is_worse(self) -> bool:
-        """Worse than skipping at random, beyond its error."""
+        """Worse than skipping at random, by more than the error explains."""
         return self.groups >= _LEAST_GROUPS and self.realised - self.uniform > _ERRORS * self.error
 
     @property
     def inflation(self) -> float:
-        """Realised growth over predicted growth, drawn to 1 by as much as it may be chance; in [0.5, 100].
+        """Realised over predicted growth, shrunk towards 1 by how much of it may be chance; in [0.5, 100].
 
-        Example: predicted 1.2, realised 1.4 with an error of 0.1: growth is 0.4 for 0.2, twice as much. The difference
-        is 2 errors, so 1 - 1 / 2^2 = 0.75 of it is believed: 1.75.
+        Example: predicted 1.2, realised 1.4 with an error of 0.1: the growth is 0.4 instead of 0.2, twice as much. The
+        difference is 2 errors, so 1 - 1 / 2^2 = 0.75 of it is trusted: 1.75.
         """
         expected, difference = self.predicted - 1.0, self.realised - self.predicted
         if self.groups < _LEAST_GROUPS or not expected > 1e-6 or abs(difference) <= self.error:
@@ -93,29 +93,29 @@ class Selection:
     """What a policy decided about n prompts or completions."""
 
     kept: BoolArray
-    """[n]. It may hold no True: a Poisson draw that nobody survives, completions of which none has an advantage. The
-    optimizer then steps with a gradient of 0 (momentum, decay, schedule); to draw until something is kept is biased."""
+    """[n]. May be all False: a Poisson draw can keep nothing, and maybe no completion has an advantage. The optimizer
+    then steps with a gradient of 0 (momentum, decay, schedule); drawing until something is kept would be biased."""
     inclusion_prob: FloatArray
     """[n] float64, P(kept | what was known before the draw), in [0, 1]."""
     weight: FloatArray
     """[n] float64, the factor that undoes this selection alone, 0 where not kept. The product of the prompt's and the
-    completion's weight multiplies a completion's whole loss, KL and entropy terms too."""
+    completion's weight multiplies a completion's whole loss, KL and entropy terms included."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
-    """Figures of this decision: `rate_effective`, `share_at_floor`, `share_at_one`, and others."""
+    """Metrics of this decision: `rate_effective`, `share_at_floor`, `share_at_one`, and others."""
     growth: float = 1.0
-    """Of the gradient's variance by this selection, as the scores predict it before the draw; a factor."""
+    """Factor by which this selection increases the gradient's variance, as the scores predict it before the draw."""
     planned_prob: FloatArray | None = None
-    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Read only to measure what
+    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Only used to measure what
     skipping would do."""
     kept_cost: float | None = None
-    """Expected share of the cost of what was offered that was kept, in (0, 1]; None: the method knows no cost."""
+    """Expected kept share of the cost of everything offered, in (0, 1]; None: the method knows no cost."""
     effect: Effect | None = None
     """What skipping has done to the gradient's variance so far; None: not measured."""
     mean_weight: FloatArray | None = None
-    """[n] E[weight] over the draws; None: 1, or there is no gradient. NaN: not known."""
-    again: Callable[[np.random.Generator, int], FloatArray] | None = None
-    """Weights [count, n] of further draws; None: not drawn by known probabilities."""
+    """[n] E[weight] over draws; None: 1 wherever there is a gradient. NaN: unknown."""
+    redraw: Callable[[np.random.Generator, int], FloatArray] | None = None
+    """Weights [count, n] of `count` further draws; None: not drawn with known probabilities."""
 
     @property
     def expected_weight(self) -> FloatArray:
@@ -138,11 +138,11 @@ class CompletionBatch:
     """The completions one optimizer mini-batch could train on: flat arrays [n], n = kept prompts x completions each."""
 
     prompt_index: IntArray
-    """Row of the prompt in its set; with `completion_index` the key of every draw."""
+    """Row of the prompt in its set; together with `completion_index` the key of every draw."""
     completion_index: IntArray
     """0..G-1 within the prompt."""
     group: IntArray
-    """0..groups-1; rows of one group share a prompt and a baseline."""
+    """0..groups-1; the rows of a group share a prompt and a baseline."""
     rewards: FloatArray
     """NaN where the grader failed."""
     advantages: FloatArray
@@ -159,7 +159,7 @@ class CompletionBatch:
     num_nominal: int
     """N x G of the planned full mini-batch, pruned prompts included."""
     tokens: IntArray | None = None
-    """Tokens that the model reads to train on each completion, prompt included; None: `lengths`. Read only to fill
+    """Tokens that the model reads to train on each completion, prompt included; None: `lengths`. Only used to fill
     micro-batches."""
 
     @classmethod
@@ -176,21 +176,21 @@ class CompletionBatch:
         num_nominal: int,
         prompt_tokens: IntArray | None = None,
     ) -> CompletionBatch:
-        """From whole groups as a rollout has them: [K] of prompts, [K, G] of completions.
+        """From whole groups as a rollout returns them: [K] for prompts, [K, G] for completions.
 
-        What is flat follows: which group and completion a row is, and what it has of its prompt. Row k * G + g of the
-        batch is completion g of group k.
+        Flattens the arrays and adds what each row needs of its group and prompt. Row k * G + g of the batch is
+        completion g of group k.
 
         Args:
             denominator: [K, G], or one number for all.
             prompt_weight: [K] weights of the prompts that were kept.
-            prompt_tokens: [K] tokens of each prompt; None: not known, and completions count alone in a micro-batch.
+            prompt_tokens: [K] tokens of each prompt; None: unknown, so only completions count in a micro-batch.
 
         Example: groups 7 and 3 of two completions are prompt_index [7, 7, 3, 3], completion_index [0, 1, 0, 1] and
         group [0, 0, 1, 1]; weights [1.0, 2.5] become prompt_weight [1.0, 1.0, 2.5, 2.5].
 
         Raises:
-            ValueError: arrays of other shapes.
+            ValueError: an array has the wrong shape.
         """
         count, size = rewards.shape
         of_prompts: dict[str, Any] = {"prompt_index": prompt_index, "prompt_weight": prompt_weight}
@@ -219,16 +219,16 @@ class CompletionBatch:
 
     @property
     def ids(self) -> IntArray:
-        """[n, 2] prompt and completion, which key the draws."""
+        """[n, 2] prompt and completion index, the key of each row's random numbers."""
         return np.stack([self.prompt_index, self.completion_index], axis=1)
 
     def arrays(self) -> dict[str, Any]:
-        """Every column that there is, by name."""
+        """All columns that are not None, by name."""
         named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "num_nominal"}
         return {name: array for name, array in named.items() if array is not None}
 
     def facts(self) -> dict[str, Any]:
-        """What completions may have been chosen by, each [n]."""
+        """What a policy may have chosen completions by, each [n]."""
         names = ("prompt_index", "completion_index", "advantages", "lengths", "logit_grad_norm")
         named = {name: getattr(self, name) for name in names}
         return named | {"size of advantage": np.abs(self.advantages), "rewards": np.nan_to_num(self.rewards)}
@@ -240,44 +240,44 @@ class CompletionBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a finished step cost, and what its own selection had kept.
+    """What a finished step cost, and what share its own selection had kept.
 
-    Example: a step rolled out for 6 s and updated for 2 s, its completion policy having kept a quarter of the cost. A
-    full update would have taken 2 / 0.25 = 8 s: what pruning completions cannot save is 6 / 8 of what it can.
+    Example: a step rolled out for 6 s and updated for 2 s; its completion policy kept a quarter of the cost. A full
+    update would have taken 2 / 0.25 = 8 s, so the time that pruning completions cannot save is 6 / 8 of what it can.
     """
 
     step: int
     """Counts from 1."""
     rollout_s: float
-    """Generating and grading. All three are 0 in other trainers, which do not measure them."""
+    """Generating and grading. These three are 0 in other trainers, which do not measure them."""
     update_s: float
     other_s: float
     """The rest of the step: selecting, packing, syncing."""
     kept_cost: float = 1.0
-    """Expected share of the variable cost that this level's selection kept in this very step, in (0, 1]. Known to
+    """Expected share of the variable cost that this level's selection kept in this same step, in (0, 1]. Filled in by
     `Selector`."""
 
 
 class Stateful:
-    """Something whose state is the attributes in `_state_names`, saved under their names without a leading underscore.
+    """Saves the attributes named in `_state_names`, under those names without a leading underscore.
 
-    They are numbers, texts, arrays, dicts of these, or `Stateful` themselves; one that is None has no entry.
+    Their values are numbers, strings, arrays, dicts of these, or `Stateful`; a None is not saved.
     """
 
     _state_names: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copied: plain scalars and numpy arrays."""
-        return {name.lstrip("_"): copied(held) for name, held in self._state_items()}
+        """A copy: plain scalars and numpy arrays."""
+        return {name.lstrip("_"): copied(value) for name, value in self._state_items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError for other keys, and for arrays of another type or shape."""
+        """Restore; raises ValueError for different keys and for arrays of a different type or shape."""
         check_state(state, {name.lstrip("_") for name, _ in self._state_items()}, type(self).__name__)
-        for name, held in self._state_items():
-            setattr(self, name, restored(held, state[name.lstrip("_")], f"{type(self).__name__}.{name}"))
+        for name, value in self._state_items():
+            setattr(self, name, restored(value, state[name.lstrip("_")], f"{type(self).__name__}.{name}"))
 
     def _state_items(self) -> list[tuple[str, Any]]:
-        return [(name, held) for name in self._state_names if (held := getattr(self, name)) is not None]
+        return [(name, value) for name in self._state_names if (value := getattr(self, name)) is not None]
 
 
 class Policy(Stateful):
@@ -286,13 +286,13 @@ class Policy(Stateful):
     _level: ClassVar[str]
     """`prompt` or `completion`."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """The settings of `pruning.<level>` that mean something to it."""
+    """The settings of `pruning.<level>` that this method reads."""
     config: PromptPruningConfig | CompletionPruningConfig
     seed: int
 
     @classmethod
     def unread(cls, config: Any) -> tuple[str, ...]:
-        """Those of `reads` that these settings leave without effect."""
+        """Settings in `reads` that have no effect under this configuration."""
         return ()
 
     @property
@@ -301,30 +301,30 @@ class Policy(Stateful):
         return f"{self._level}/{self.config.method}"
 
     def feedback(self, cost: StepCost) -> list[str]:
-        """What a finished step cost; returns lines for the log where something changed because of it."""
+        """Learn what a finished step cost; returns log lines if something changed because of it."""
         return []
 
     def own_state(self) -> dict[str, Any]:
-        """What this method keeps, of prompts beside the history."""
+        """The method's own state, without the prompt history."""
         return super().state_dict()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `own_state`."""
+        """Restore a saved `own_state`."""
         super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a choice depends on, copied."""
+        """A copy of everything that a choice depends on."""
         return {"method": self.config.method, **self.own_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError when keys, method or array shapes differ."""
+        """Restore; raises ValueError if keys, method or array shapes differ."""
         if (method := state.get("method", self.config.method)) != self.config.method:
             raise ValueError(f"the saved pruning state is of method '{method}', this run uses '{self.config.method}'")
         check_state(state, set(self.state_dict()), self.name)
         self.load_own_state({key: state[key] for key in self.own_state()})
 
     def _draw_along(self, ids: IntArray, pi: FloatArray, order: IntArray, step: int, minibatch: int) -> Draw:
-        """With the configured design along `order`; ids [n], or [n, 2] of prompt and completion, key the coins."""
+        """Draw with the configured design in `order`; ids, [n] or [n, 2], are the key of each row's random numbers."""
         return draw(
             self.config.design,
             pi,
@@ -338,14 +338,14 @@ class Policy(Stateful):
 
 
 class StepCapacity(Protocol):
-    """How much fits into a step's micro-batches. Depends on no draw: else the probabilities would, and be biased."""
+    """How much fits into a step's micro-batches. Must not depend on a draw, or weights of 1/pi would be biased."""
 
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
-        """Micro-batches that candidates of `tokens` [n] need when each is drawn with its probability [n]."""
+        """Micro-batches needed by candidates of `tokens` [n], each drawn with its probability [n]."""
         ...
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
-        """Whether such a draw will fit into `microbatches`; fixed_size: the design draws a fixed number."""
+        """Whether such a draw will fit into `microbatches`; fixed_size: the design keeps a fixed number."""
         ...
 
 
@@ -362,7 +362,7 @@ def keep_all(count: int, name: str, note: str = "", label: Label = "exact") -> S
 
 
 def figures(pi: FloatArray, at_floor: BoolArray | None = None) -> dict[str, float]:
-    """`Selection.metrics` of probabilities pi [n]; None: those of the smallest pi below 1 are at the floor."""
+    """`Selection.metrics` of probabilities pi [n]; at_floor None: rows with the smallest pi, if that is below 1."""
     if not len(pi):
         return {"rate_effective": 0.0, "share_at_floor": 0.0, "share_at_one": 1.0}
     if at_floor is None:
@@ -376,44 +376,40 @@ def figures(pi: FloatArray, at_floor: BoolArray | None = None) -> dict[str, floa
 
 def scatter(selection: Selection, order: IntArray) -> Selection:
     """A selection of sorted rows, put back into the caller's order."""
-    back, again = np.argsort(order), selection.again
+    back, redraw = np.argsort(order), selection.redraw
     return replace(
         selection,
         **{name: column[back] for name, column in selection.columns().items()},
-        again=None if again is None else lambda rng, count: again(rng, count)[:, back],
+        redraw=None if redraw is None else lambda rng, count: redraw(rng, count)[:, back],
     )
 
 
-def copied(held: Any) -> Any:
-    """The state of `held`, which nothing changes afterwards."""
-    return held.state_dict() if isinstance(held, Stateful) else deepcopy(held)
+def copied(value: Any) -> Any:
+    """A deep copy of the value, or of its state if it is `Stateful`."""
+    return value.state_dict() if isinstance(value, Stateful) else deepcopy(value)
 
 
-def restored(held: Any, saved: Any, where: str) -> Any:
-    """What takes the place of `held`: `saved`, if it is of the same form. Raises ValueError."""
-    if isinstance(held, Stateful):
-        held.load_state_dict(saved)
-        return held
-    if isinstance(held, dict):
-        check_state(saved, set(held), where)
-        return {name: restored(one, saved[name], f"{where} '{name}'") for name, one in held.items()}
-    if not isinstance(held, np.ndarray):
-        return type(held)(saved)
+def restored(current: Any, saved: Any, where: str) -> Any:
+    """The value that replaces `current`: `saved`, if it has the same form; ValueError if not."""
+    if isinstance(current, Stateful):
+        current.load_state_dict(saved)
+        return current
+    if isinstance(current, dict):
+        check_state(saved, set(current), where)
+        return {name: restored(value, saved[name], f"{where} '{name}'") for name, value in current.items()}
+    if not isinstance(current, np.ndarray):
+        return type(current)(saved)
     array = np.array(saved)
-    if array.shape != held.shape or array.dtype != held.dtype:
+    if array.shape != current.shape or array.dtype != current.dtype:
         raise ValueError(
-            f"state of {where} is {array.dtype}{array.shape}, expected {held.dtype}{held.shape}; was the prompt set"
-            " changed?"
+            f"state of {where} is {array.dtype}{array.shape}, expected {current.dtype}{current.shape}; was the prompt"
+            " set changed?"
         )
     return array
 
 
 def check_state(state: Mapping[str, Any], expected: set[str], owner: str) -> None:
-    """Exact key-set check of a saved state.
-
-    Raises:
-        ValueError: names the missing and the unknown keys.
-    """
+    """Raise ValueError, with the missing and the unknown keys, unless the state has exactly the expected keys."""
     missing, unknown = sorted(expected - set(state)), sorted(set(state) - expected)
     if missing or unknown:
         raise ValueError(f"state of {owner}: missing keys {missing}, unknown keys {unknown}")
@@ -429,16 +425,16 @@ def check_outcomes(
 ) -> None:
     """Check groups [K, G] of the prompts [K] before anything is chosen by them; a NaN reward is a failed grading.
 
-    One absurd number makes every probability of a step NaN, and the message would then name an array. So the prompt is
-    named here, by whom it concerns: the engine (the run stops with a checkpoint) or the user's grader.
+    One absurd number makes every probability of a step NaN, and a later message could only name an array. So this check
+    names the prompt, and what is at fault: the engine (the run stops with a checkpoint) or the user's grader.
 
     Args:
         in_unit: why rewards must be in [0, 1]; empty: they need not be.
 
     Raises:
-        RunAborted: a completion without tokens, or with log-probabilities that are no numbers: a bad answer of the
-            engine, which a graded zero must not hide.
-        UserError: a reward that is infinite, too large to be squared or not in [0, 1]: a mistake of the grader.
+        RunAborted: a completion has no tokens or invalid log-probabilities: a bad answer of the engine, which must not
+            pass as a reward of zero.
+        UserError: a reward is infinite, too large to be squared, or not in [0, 1]: a mistake of the grader.
     """
     if rewards.shape != lengths.shape or rewards.shape != logit_grad_norm.shape or len(prompt_index) != len(rewards):
         raise ValueError(
@@ -451,17 +447,17 @@ def check_outcomes(
         row, column = (int(i) for i in np.argwhere(bad)[0])
         why = f"has {lengths[row, column]} tokens; every completion has at least one, its stop token"
         if no_norm[row, column]:
-            why = f"has log-probabilities that are none (their logit_grad_norm is {logit_grad_norm[row, column]})"
+            why = f"has invalid log-probabilities (their logit_grad_norm is {logit_grad_norm[row, column]})"
         raise RunAborted(
             f"rollout: completion {column} of prompt {prompt_index[row]} {why}. The engine's answer is bad, and nothing"
             " of this step was trained on"
         )
     least, most = (0.0, 1.0) if in_unit else (-LARGEST_REWARD, LARGEST_REWARD)
-    outside = (rewards < least - REWARD_ROUNDING) | (rewards > most + REWARD_ROUNDING)  # a NaN is neither
+    outside = (rewards < least - REWARD_ROUNDING) | (rewards > most + REWARD_ROUNDING)  # both are False for a NaN
     if outside.any():
         row, column = (int(i) for i in np.argwhere(outside)[0])
         raise UserError(
             f"reward of prompt {prompt_index[row]}, completion {column} is {rewards[row, column]:g}: must be within"
-            f" {least:g} and {most:g} ({in_unit or 'it is squared'}), or NaN for a failed grading; mend the grader"
+            f" {least:g} and {most:g} ({in_unit or 'it is squared'}), or NaN for a failed grading; fix the grader"
             " of reward.function"
         )

@@ -1,8 +1,8 @@
-"""Figures that show within a step whether pruning is unbiased, as `prune/*` metrics without NaN.
+"""Metrics that show within a step whether pruning is unbiased: `prune/*`, never NaN.
 
-Two of them must stay near 1 whatever the method keeps: the weights' sum over the nominal count, and the same by
-tokens. A weight forgotten, applied twice, or a divisor taken from the survivors moves them at once, long before a
-learning curve would.
+Two of them must stay near 1 whatever the method keeps: the sum of weights over the nominal count, and the same counted
+in tokens. A weight that is forgotten or applied twice, or a divisor taken from the survivors, shows there at once, long
+before it shows in a learning curve.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label
 
 _FALSE_ALARM = 1e-5
 _BETS = np.outer([1.0, -1.0], 0.9 * 0.5 ** np.arange(6)).ravel()
-"""A bet near 1 finds a gross lie within some 40 draws; 0.03 one whose mean is 3 % of what a draw can differ by."""
+"""A bet near 1 detects gross errors within some 40 draws; a bet of 0.03 detects a mean D of 3 % of `most`."""
 _TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 
 
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
-    """All figures of nominal prompts, and of the batch that was offered to the completion policy."""
+    """All metrics of the nominal prompts and of the batch that was offered to the completion policy."""
     return {
         **_of_level("prompt", prompts),
         **_of_level("completion", completions),
@@ -56,7 +56,7 @@ def _of_level(level: str, selection: Selection) -> dict[str, float]:
 
 
 def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
-    """max over groups of |sum_i W_i A_i|: how far a draw moved a group's baseline off its zero."""
+    """max over groups of |sum_i W_i A_i|: how far the draw moved a group's weighted sum of advantages from 0."""
     product = batch.prompt_weight * selection.weight * batch.advantages
     return float(np.abs(np.bincount(batch.group, weights=product)).max(initial=0.0))
 
@@ -78,12 +78,12 @@ def _tokens(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
 
 
 def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
-    """sum W / (N G) and sum W len / T, each near 1; T is prompt-weighted: pruned prompts have no length."""
-    stage = selection.weight
+    """sum W / (N G) and sum W len / T, each near 1. T is weighted by prompt: lengths of pruned prompts are unknown."""
+    completion_weight = selection.weight
     if all(row.label != "biased" for row in selection.ledger):
-        # What was dropped for having no gradient needs no weight, but counts towards these totals.
-        stage = np.where(selection.inclusion_prob > 0, stage, 1.0)
-    weights = batch.prompt_weight * stage
+        # Completions dropped for having no gradient have weight 0, but count towards these totals.
+        completion_weight = np.where(selection.inclusion_prob > 0, completion_weight, 1.0)
+    weights = batch.prompt_weight * completion_weight
     tokens = float(np.sum(batch.prompt_weight * batch.lengths))
     return {
         "prune/weight_total": float(weights.sum()) / batch.num_nominal if batch.num_nominal else 1.0,
@@ -92,9 +92,9 @@ def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
 
 
 def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray]) -> dict[str, float]:
-    """D / most along each direction, in [-1, 1]; nothing where a label does not rest on probabilities below 1.
+    """`relative_deviation` along each direction, in [-1, 1]; empty if no label rests on probabilities below 1.
 
-    `known` [n] each, by name: what the choice may have gone by and the draw does not decide. Always the same names.
+    `known`, each [n], by name: what the choice may depend on and the draw cannot change. Always pass the same names.
     """
     chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
     if not chance.any() or all(row.label not in _TESTED for row in selection.ledger):
@@ -108,7 +108,7 @@ def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray])
 
 
 def relative_deviation(direction: FloatArray, kept: BoolArray, pi: FloatArray) -> float:
-    """sum of direction (kept - pi), all [n], over the largest that any draw could have; 0 without a direction."""
+    """sum(direction (kept - pi)), all [n], over the largest value any draw could have; 0 if direction is all 0."""
     up, down = np.where(direction > 0, 1 - pi, pi), np.where(direction > 0, pi, 1 - pi)
     most = max(float(np.abs(direction) @ up), float(np.abs(direction) @ down))
     return float(direction @ (kept - pi)) / most if most > 0 else 0.0
@@ -116,29 +116,30 @@ def relative_deviation(direction: FloatArray, kept: BoolArray, pi: FloatArray) -
 
 @dataclass(slots=True)
 class DeclaredTest:
-    """Whether one level's rows are kept as often as their probabilities say, tested draw by draw. In the checkpoint.
+    """Tests draw by draw whether one level's rows are kept as often as their probabilities say. In the checkpoint.
 
-    If they are, then along any direction g that is known before the draw D = sum_i g_i (kept_i - pi_i) has mean 0,
-    however the rows of one draw depend on each other. With |D| <= most, who bets a share of what he has on each draw
-    has prod_t (1 + bet D_t / most_t), a martingale that is never negative, and so is the mean over bets and directions.
-    By Ville's inequality the chance that it ever reaches 1 / _FALSE_ALARM is at most _FALSE_ALARM, without any normal
-    approximation. Its logarithm grows like z^2 / 2 with z = sum D / sqrt(sum D^2), so |z| = 5.6 or so refutes.
+    If they are, then D = sum_i g_i (kept_i - pi_i) has mean 0 along any direction g that is known before the draw,
+    however the rows of one draw depend on each other. With |D| <= most, the capital of a gambler who bets a fixed share
+    of it on each draw is prod_t (1 + bet D_t / most_t), a non-negative martingale, and so is its mean over bets and
+    directions. By Ville's inequality the chance that this mean ever reaches 1 / _FALSE_ALARM is at most _FALSE_ALARM,
+    without any normal approximation. Its logarithm grows like z^2 / 2 with z = sum D / sqrt(sum D^2), so |z| of about
+    5.6 refutes.
 
-    A design of fixed size always keeps its number; hence directions above and below the median of what a choice may
-    have gone by. One that goes by the prompt in a way of its own (every second one, always) shows in none of them, but
-    in what it did with the same prompt before, which the next draw does not decide either.
+    A fixed-size design always keeps its declared number, so the directions also compare rows above and below the median
+    of what a choice may depend on. A pattern over prompts (say, always every second one) shows in none of these, but
+    it does in how often the same prompt was kept earlier, which the next draw cannot change either.
     """
 
     gains: dict[str, FloatArray] = field(default_factory=dict)
-    """By direction: logarithm of what each bet has come to."""
+    """By direction: logarithm of the capital of each bet."""
     draws: int = 0
     refuted: str = ""
-    """Why the probabilities are not believed any more, for the ledger; it stays."""
+    """Why the probabilities are no longer believed, for the ledger; never reset."""
     earlier: FloatArray = field(default_factory=lambda: np.zeros(0))
-    """[prompts] by how much more often than its probabilities say the rows of each were kept so far."""
+    """[prompts] sum of (kept - pi) over all earlier rows of each prompt."""
 
     def remember(self, prompt_index: IntArray, drawn: Selection) -> None:
-        """What was kept of rows [n], once their `deviations` are known."""
+        """Record what was kept of the rows [n]; call after their `deviations` have been computed."""
         np.add.at(self.earlier, prompt_index, drawn.kept - drawn.inclusion_prob)
 
     def observe(self, along: Mapping[str, float]) -> None:
@@ -151,12 +152,12 @@ class DeclaredTest:
         if np.logaddexp.reduce(gains, axis=None) >= math.log(gains.size / _FALSE_ALARM):
             name = max(self.gains, key=lambda name: float(self.gains[name].max()))
             self.refuted = (
-                f"what was kept in {self.draws} draws refutes its probabilities, most plainly by {name}; true ones come"
-                f" to this in one run of {1 / _FALSE_ALARM:,.0f}"
+                f"what was kept in {self.draws} draws refutes its probabilities, most clearly by {name}; with correct"
+                f" ones this happens in at most one run of {1 / _FALSE_ALARM:,.0f}"
             )
 
     def judged(self, selection: Selection) -> Selection:
-        """The selection, with rows that rest on refuted probabilities labelled biased. Knows earlier draws only."""
+        """The selection, with ledger rows labelled biased if their probabilities were refuted by earlier draws."""
         rows = selection.ledger
         if self.refuted:
             noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
@@ -164,6 +165,6 @@ class DeclaredTest:
         return replace(selection, ledger=rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved `asdict`."""
+        """Restore a saved `asdict`."""
         for name, value in copy.deepcopy(dict(state)).items():
             setattr(self, name, value)

@@ -1,5 +1,5 @@
-"""From a method's name in the config to a policy object, and the names that `compare` and `simulate` know: a policy of
-prompts, one of completions, or both under one name."""
+"""Makes policy objects from method names in the config, and defines the method names of `compare` and `simulate`, each
+of which stands for a prompt policy, a completion policy, or both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
 
 class HasPruning(Protocol):
-    """A whole configuration, of which this package reads its own part only: it is used without a trainer too."""
+    """A whole configuration, of which this package reads only its own part, since it also works without the trainer."""
 
     pruning: PruningConfig
 
@@ -71,7 +71,7 @@ COMPLETION_POLICIES: dict[str, type[CompletionPolicy]] = {
     "max_variance": baselines.MaxVariancePolicy,
 }
 PASS_RATES = ("discount", "prior")
-"""Settings that pass rates depend on."""
+"""Settings that the prompts' pass rates depend on."""
 METHODS: dict[str, tuple[str, str]] = {
     "grpo" if name == "none" else name: (
         name if name in PROMPT_POLICIES else "none",
@@ -79,30 +79,30 @@ METHODS: dict[str, tuple[str, str]] = {
     )
     for name in [*PROMPT_POLICIES, *COMPLETION_POLICIES]
 }
-"""Method to (`pruning.prompt.method`, `pruning.completion.method`); every other setting stays the config's."""
+"""Method name to (`pruning.prompt.method`, `pruning.completion.method`)."""
 
 
 def prompt_policy_class(method: str, key: str = "pruning.prompt.method") -> type[PromptPolicy]:
-    """The class of a name, or of `module:Class`. Raises UserError."""
+    """The class for a method name or `module:Class`. Raises UserError."""
     return _resolve(method, key, PROMPT_POLICIES, PromptPolicy)
 
 
 def completion_policy_class(method: str, key: str = "pruning.completion.method") -> type[CompletionPolicy]:
-    """The class of a name, or of `module:Class`. Raises UserError."""
+    """The class for a method name or `module:Class`. Raises UserError."""
     return _resolve(method, key, COMPLETION_POLICIES, CompletionPolicy)
 
 
 def check_methods(
     config: PruningConfig, *, group_size: int = 0, minibatch_size: int = 0, reads_pass_rates: bool = False
 ) -> list[str]:
-    """A line for each level with settings, other than the defaults, that nothing reads. Sizes as for
-    `CompletionPolicy.check`.
+    """Check both methods; returns one line for each level with changed settings that nothing reads.
 
     Args:
-        reads_pass_rates: an advantage or an order goes by the prompts' pass rates, whatever the method does.
+        group_size, minibatch_size: as for `CompletionPolicy.check`.
+        reads_pass_rates: the advantages or the order use the prompts' pass rates, whatever the method.
 
     Raises:
-        UserError: no such method, a plugged policy that is none, settings that contradict each other under it.
+        UserError: unknown method, a plugged class that is not a policy, settings that contradict each other.
     """
     prompt, completion = prompt_policy_class(config.prompt.method), completion_policy_class(config.completion.method)
     prompt.check(config.prompt, "pruning.prompt")
@@ -118,40 +118,38 @@ def check_methods(
     ]
 
 
-_MANY = 10**9
-"""Steps of a trial's run, of which the first after a warm-up prunes."""
+_TRIAL_STEPS = 10**9
+"""Total steps of a trial run: so many that the first step after the warm-up is before annealing and prunes."""
 
 
 @contextmanager
-def _draws_undone() -> Iterator[None]:
-    """Of numpy's and Python's own generators: a trial runs in the process that trains."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+def _random_state_restored() -> Iterator[None]:
+    """Restores numpy's and Python's global generators, since a trial runs in the training process."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
-@_draws_undone()
-def try_own(config: PruningConfig, groups: int, size: int, longest: int, zero_advantage_slope: float) -> None:
-    """Make the user's own policies once before anything is loaded, and let that of completions choose among so many
-    `groups` of `size`, of at most `longest` tokens, and among none. Raises UserError."""
+@_random_state_restored()
+def try_policies(config: PruningConfig, groups: int, size: int, longest: int, slope: float) -> None:
+    """Make the user's own policies once before anything is loaded, and let the completion policy choose from a made-up
+    batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one. Raises UserError."""
     if is_plugin(config.completion.method):
-        slope = zero_advantage_slope
         policy = make_completion_policy(
-            config.completion, seed=0, total_steps=_MANY, zero_advantage_slope=slope, group_size=size
+            config.completion, seed=0, total_steps=_TRIAL_STEPS, zero_advantage_slope=slope, group_size=size
         )
-        rewards, lengths = _made_up(groups, size, longest)
-        advantages, ones = rewards - rewards.mean(axis=1, keepdims=True), np.ones(groups)
+        rewards, lengths = _made_up_outcomes(groups, size, longest)
         batch = CompletionBatch.of_groups(
             np.arange(groups),
             rewards=rewards,
-            advantages=advantages,
+            advantages=rewards - rewards.mean(axis=1, keepdims=True),
             lengths=lengths,
             logit_grad_norm=0.3 * np.sqrt(lengths),
             denominator=groups * size * lengths.astype(np.float64),
-            prompt_weight=ones,
+            prompt_weight=np.ones(groups),
             num_nominal=groups * size,
             prompt_tokens=np.full(groups, 50),
         )
@@ -163,26 +161,28 @@ def try_own(config: PruningConfig, groups: int, size: int, longest: int, zero_ad
                 config.prompt, num_prompts=1, completions_per_prompt=size, prompts_per_step=1, total_steps=1, seed=0
             )
         except UserError as error:
-            if error.__cause__ is None:  # of the class, whatever it is given
+            if error.__cause__ is None:  # the class itself is wrong, whatever its arguments
                 raise
             trial = "tried with one prompt and no features before the data are read: look at them in choose"
             raise UserError(f"{error} ({trial})") from error
 
 
-@_draws_undone()
-def try_prompts(config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, longest: int) -> None:
-    """Let the user's own policy choose among `offered` of the prompts, each visited once: in the run it does so after
-    the warm-up, by default an epoch later. Raises UserError."""
+@_random_state_restored()
+def try_prompt_policy(
+    config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, longest: int
+) -> None:
+    """Let the user's own policy choose from `offered` prompts, each visited once. In the run it first chooses after the
+    warm-up, by default one epoch long, which is late to find a mistake. Raises UserError."""
     if is_plugin(config.method):
-        of_run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _MANY, "seed": 0}
-        policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **of_run)
+        run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _TRIAL_STEPS, "seed": 0}
+        policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **run)
         ids = np.arange(min(offered, len(features.level)))
-        policy.observe(ids, *_made_up(len(ids), size, longest), step=0)
+        policy.observe(ids, *_made_up_outcomes(len(ids), size, longest), step=0)
         policy.select(ids, step=policy.warmup_steps)
 
 
-def _made_up(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:
-    """Rewards and lengths [groups, size]: of every group some are right and some wrong, none is above `longest`."""
+def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:
+    """Rewards and lengths [groups, size]: each group has right and wrong completions, no length exceeds `longest`."""
     row, column = np.indices((groups, size))
     lengths = 1 + (100 + 37 * row % 300 + 10 * column) % longest
     return (column <= row % (size - 1)).astype(np.float64), lengths.astype(np.int64)
@@ -198,8 +198,7 @@ def make_prompt_policy(
     seed: int,
     features: PromptFeatures | None = None,
 ) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`, whose section is checked here (`UserError`); the others are those of
-    `PromptPolicy`."""
+    """The policy of `pruning.prompt.method`; checks the section (`UserError`). Arguments as for `PromptPolicy`."""
     for name, count in (("num_prompts", num_prompts), ("completions_per_prompt", completions_per_prompt)):
         if count < 1:
             raise ValueError(f"{name} = {count}: must be at least 1")
@@ -227,8 +226,7 @@ def make_completion_policy(
     zero_advantage_slope: float = 0.0,
     group_size: int = 0,
 ) -> CompletionPolicy:
-    """The policy of `pruning.completion.method`, whose section is checked here (`UserError`); the others are those of
-    `CompletionPolicy`."""
+    """The policy of `pruning.completion.method`; checks the section (`UserError`). Arguments as `CompletionPolicy`."""
     check_ranges(config, "pruning.completion.")
     cls = completion_policy_class(config.method)
     cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
@@ -246,10 +244,10 @@ def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) ->
 def _unread(
     key: str, config: PromptPruningConfig | CompletionPruningConfig, cls: type[Policy], others: tuple[str, ...] = ()
 ) -> list[str]:
-    """One line with the settings that were changed and mean nothing; `others` have readers beside the policy."""
+    """At most one line, with the changed settings that nothing reads; `others` are read by something else."""
     default, read = type(config)(), {"method", *cls.reads} - set(cls.unread(config)) | set(others)
-    idle = [item.name for item in fields(config) if item.name not in read]
-    changed = [name for name in idle if getattr(config, name) != getattr(default, name)]
+    unread = [item.name for item in fields(config) if item.name not in read]
+    changed = [name for name in unread if getattr(config, name) != getattr(default, name)]
     return [f"{key}.method = {config.method} does not read {', '.join(changed)}"] if changed else []
 
 
@@ -264,7 +262,7 @@ def parse_methods(names: str) -> list[str]:
 
 
 def levels(name: str) -> tuple[str, str]:
-    """The methods of both levels; a user's own `module:Class` is of the level that its class is. Raises UserError."""
+    """(prompt method, completion method); a user's `module:Class` has the level of its base class. Raises UserError."""
     if name in METHODS:
         return METHODS[name]
     if not is_plugin(name):
@@ -295,7 +293,7 @@ def with_method(config: C, name: str) -> C:
 
 
 def _settings(name: str) -> list[tuple[str, str, str | bool | int]]:
-    """(level, setting, value) of both methods; what is refused with one of them is off."""
+    """(level, setting, value) that select both methods and turn off what they would refuse."""
     prompt, completion = levels(name)
     settings: list[tuple[str, str, str | bool | int]]
     settings = [("prompt", "method", prompt), ("completion", "method", completion)]

@@ -1,4 +1,4 @@
-"""What prompt policies share: warm-up and annealing, a canonical order, the history, the rate's back-off, the state.
+"""What prompt policies share: warm-up and annealing, a canonical order, the history, the state.
 
 Batches are sorted by prompt before anything is computed, so that even the rounding of a sum does not depend on the
 order in which prompts arrive.
@@ -23,35 +23,35 @@ from dppo_megatron.types import FloatArray, IntArray, PromptFeatures
 
 @dataclass(frozen=True, slots=True)
 class Visits:
-    """What a step's visits of prompts came to, sorted by prompt: [K] or [K, G]."""
+    """The outcomes of a step's visits to prompts, sorted by prompt: [K] or [K, G]."""
 
     ids: IntArray
     rewards: FloatArray
     lengths: IntArray
     second_moment: FloatArray | None
     inclusion: FloatArray
-    """With which probability each was drawn."""
+    """Probability with which each prompt was drawn."""
     planned: FloatArray
-    """With which it would have been, had nothing kept the method from skipping."""
+    """Probability with which it would have been drawn if the method had skipped."""
     stands_for: FloatArray | None
-    """What each completion counts for those that were stopped early; None: none could be."""
+    """Weight of each completion that makes up for those stopped early; None: none could be stopped."""
 
 
 class PromptPolicy(Policy):
     """Decides before rollout which prompts are generated. Depends on history only, never on this step's rollouts.
 
-    This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and what they learn.
+    This class is method `none`, which keeps everything. Subclasses override `_select_sorted` and `_learn`.
 
     Args:
         num_prompts: rows of the prompt set.
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the whole run, for annealing; a step beyond it skips nothing.
-        features: what is known of each prompt before it is tried; None: nothing.
+        features: what is known of each prompt before its first visit; None: nothing.
     """
 
     _level = "prompt"
     resamples: ClassVar[bool] = False
-    """The rewards decide how many prompts are rolled out and which groups go on: `keep_groups` is a selection."""
+    """Whether the rewards decide how many prompts are rolled out, and which groups `keep_groups` keeps."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class PromptPolicy(Policy):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """Raise `UserError` for settings, each in its range, that contradict each other under this method."""
+        """Raise `UserError` for settings that are each in range but contradict each other under this method."""
 
     @property
     def has_support(self) -> bool:
-        """Every prompt may be kept, with the probability that is reported: a function of the settings."""
+        """Whether every prompt can be kept, with exactly the reported probability: a function of the settings."""
         return not self.resamples
 
     @classmethod
@@ -91,21 +91,22 @@ class PromptPolicy(Policy):
         return False
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
-        """Decide about the nominal prompts [n] of one optimizer mini-batch. Same arguments and history, same answer.
+        """Select from the nominal prompts [n] of one optimizer mini-batch: a function of the arguments and the history.
 
-        Steps count from 0. Changes no state: a step that is given up after it leaves nothing behind.
+        Steps count from 0. Changes no state, so a step abandoned after this call leaves nothing behind.
         """
         ids = check_ids(prompt_index, len(self.history))
-        resting = self._resting(step)
+        inactive = self._inactive_reason(step)
         order = np.argsort(ids, kind="stable")
         if len(ids) == 0:
-            return keep_all(0, self.name, resting)
-        chosen = self._rest(ids[order], step, resting) if resting else self._select_sorted(ids[order], step, minibatch)
-        return scatter(chosen, order)
+            return keep_all(0, self.name, inactive)
+        if inactive:
+            return scatter(self._select_inactive(ids[order], step, inactive), order)
+        return scatter(self._select_sorted(ids[order], step, minibatch), order)
 
     def expected(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray] | None:
-        """[n] second moment of the gradient of each prompt's group, [n] its cost, both up to a factor, for the sizes of
-        groups; None: nothing is known yet that could be believed."""
+        """Expected second moment [n] of each group's gradient and its cost [n], both up to a factor, from which group
+        sizes are derived; None: nothing reliable is known yet."""
         return None
 
     def observe(
@@ -120,11 +121,11 @@ class PromptPolicy(Policy):
         planned_prob: FloatArray | None = None,
         stands_for: FloatArray | None = None,
     ) -> None:
-        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are left out.
+        """Learn from visited prompts: prompt_index [K], rewards and lengths [K, G]; NaN rewards are ignored.
 
-        second_moment [K]: sum of squared completion scores of each group, without its prompt's weight; None: whether
-        its rewards differ. inclusion_prob and planned_prob [K]: of the selection that drew them; None: 1.
-        stands_for [K, G]: what each completion counts for those that were stopped early; None: 1.
+        second_moment [K]: sum of squared completion scores of each group, without its prompt's weight; None: 1 if its
+        rewards differ, else 0. inclusion_prob and planned_prob [K]: from the selection that drew them; None: 1.
+        stands_for [K, G]: weight of each completion that makes up for those stopped early; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))
         rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
@@ -134,9 +135,9 @@ class PromptPolicy(Policy):
             np.ones(len(ids)) if given is None else np.asarray(given, dtype=np.float64)[order]
             for given in (inclusion_prob, planned_prob)
         )
-        counts = None if stands_for is None else np.asarray(stands_for)[order]
+        stands_for = None if stands_for is None else np.asarray(stands_for)[order]
         rows = ids[order], rewards[order], np.asarray(lengths)[order]
-        self._learn(Visits(*rows, moment, inclusion, planned, counts), step)
+        self._learn(Visits(*rows, moment, inclusion, planned, stands_for), step)
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
         """How many more nominal prompts the loop should offer to `select` and roll out in this step; 0 when done.
@@ -147,7 +148,7 @@ class PromptPolicy(Policy):
         return 0
 
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
-        """Which of the step's groups [groups, G] go on, after the last round."""
+        """Which of the step's groups [groups, G] are trained on; called after the last round of rollout."""
         return keep_all(len(rewards), f"{self.name}/groups")
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,14 +161,15 @@ class PromptPolicy(Policy):
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         return keep_all(len(ids), self.name)
 
-    def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
-        return keep_all(len(ids), self.name, why)
+    def _select_inactive(self, ids: IntArray, step: int, reason: str) -> Selection:
+        return keep_all(len(ids), self.name, reason)
 
     def _learn(self, visits: Visits, step: int) -> None:
         outcome = visits.ids, visits.rewards, visits.lengths
         self.history.update(*outcome, step=step, second_moment=visits.second_moment, stands_for=visits.stands_for)
 
-    def _resting(self, step: int) -> str:
+    def _inactive_reason(self, step: int) -> str:
+        """Why nothing is skipped in this step, for the ledger; empty if the method is active."""
         if self.config.method == "none":
             return ""
         if step < self.warmup_steps:
@@ -177,7 +179,7 @@ class PromptPolicy(Policy):
     def _draw_and_weigh(
         self, ids: IntArray, pi: FloatArray, score: FloatArray, step: int, minibatch: int, *, note: str = ""
     ) -> Selection:
-        """With the configured design, estimator and cap. Neighbours in score replace each other in a systematic draw;
-        the tie-break keeps equals in random order."""
+        """Draw and weigh with the configured design, estimator and cap. A systematic draw in order of score stratifies
+        by score; equal scores are in random order."""
         order = np.lexsort((self._ties(ids, step, minibatch), score))
         return weigh_by(self, self._draw_along(ids, pi, order, step, minibatch), note=note)

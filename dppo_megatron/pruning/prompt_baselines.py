@@ -1,14 +1,14 @@
 """Prompt methods of other papers, for comparison under the same loop: DAPO's dynamic sampling, GRESO and InfoBatch.
 
 The first two roll out more prompts until enough groups have reward variance. Their target is the mean gradient over
-groups with variance, not the full batch's, and how many prompts are sampled depends on the rewards, so no weight makes
-them unbiased; they carry that label. `greso_ht` keeps GRESO's skip probabilities, raises their floor, weights by 1/pi
-and never refills: that one is unbiased.
+groups with variance, not the full batch's, and the number of prompts sampled depends on the rewards, so no weight makes
+them unbiased; they are labelled biased. `greso_ht` takes GRESO's skip probabilities with a higher floor, weights by
+1/pi and never refills: it is unbiased.
 
-InfoBatch (arXiv 2303.04947) is carried over from supervised samples to prompts. Its two-class rule is a random design
+InfoBatch (arXiv 2303.04947) is transferred from supervised samples to prompts. Its two-class rule is a random design
 with known probabilities, so 1/pi on nominal denominators is exactly unbiased, where the authors' mean over the kept is
-off by a factor. Ours also fixes two defects of their code: annealing ends the pruning whatever the number of epochs,
-and the probability used is the one drawn with.
+off by a factor. Two defects of their code are also fixed: here annealing ends the pruning whatever the number of
+epochs, and the weight uses the probability that the draw used.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray, UserError
 _SURPLUS = 1.25
 """GRESO asks for a quarter more prompts than its estimate."""
 _START, _STEP, _LEAST, _MOST = 0.5, 0.01, 0.05, 0.95
-"""Its exploration probabilities, the chance to roll out a prompt after one flat visit: where they begin, how they move,
-and between which ends. They are the authors', as are those below."""
+"""GRESO's exploration probability, the chance to roll out a prompt after one visit without variance: start value, step
+size and bounds. These and the constants below are the authors' values."""
 _FLOOR = 0.01
-"""Smallest inclusion probability of `greso`, however long the run of flat visits; 1 / 0.01 is too large a weight."""
+"""Smallest inclusion probability of `greso`. `greso_ht` has a higher one: a weight of 1 / 0.01 is too large."""
 _FLAT = 0.25
-"""Wanted share of groups without variance; a third of it for easy prompts, two thirds for hard ones."""
+"""Target share of groups without variance: a third of it easy, two thirds hard."""
 _EASY, _HARD = 0.98, 0.11
-"""Mean reward of an easy group, at least, and of a hard one, at most: 0.1 is their reward of the form."""
+"""Smallest mean reward of an easy group and largest of a hard one; 0.1 is the authors' format reward."""
 _NOTHING_COUNTED = {"step": -1, "easy": 0, "hard": 0, "total": 0}
 _SMALLEST_KEEP = 0.1
-"""The authors' floor: keep ratio = min(1, max(0.1, 1 - r))."""
+"""InfoBatch's floor: keep ratio = min(1, max(0.1, 1 - r))."""
 
 
 class DynamicSamplingPolicy(PromptPolicy):
     """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
 
     Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
-    first of those. verl raises when `max_rounds` are not enough; here the step trains on what there is, as a mean over
-    it, and the ledger says so.
+    first of those. If `max_rounds` are not enough, verl raises an error; here the step trains on the mean over what was
+    found, and the ledger reports it.
     """
 
     reads = ("refill",)
     resamples = True
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """A round's worth until as many prompts as a step has show variance, or the rounds are used up."""
+        """A whole round, until as many groups as a step has prompts show variance or the rounds are used up."""
         refill = self.config.refill
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -67,13 +67,13 @@ class DynamicSamplingPolicy(PromptPolicy):
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
-    def _resting(self, step: int) -> str:
+    def _inactive_reason(self, step: int) -> str:
         return ""
 
 
 class WeightedGresoPolicy(PromptPolicy):
-    """Method `greso_ht`: GRESO's probabilities above `min_inclusion_prob`, weighted by 1/pi, all groups, no refills:
-    unbiased.
+    """Method `greso_ht`: GRESO's probabilities raised to `min_inclusion_prob`, weighted by 1/pi. Unbiased: it trains on
+    all groups and never refills.
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
     self-adjusting p for easy and one for hard prompts.
@@ -100,7 +100,7 @@ class WeightedGresoPolicy(PromptPolicy):
         arrays, floor = self.history.arrays, self._floor()
         pi = keep_probability(arrays["easy_run"][ids], arrays["hard_run"][ids], p_easy, p_hard, floor)
         uniform = uniforms(self.seed, "prompt coin", ids, step, minibatch)
-        # Their comparison, not `uniform < pi`: the same numbers then give the same decisions.
+        # The authors' comparison instead of `uniform < pi`: equal random numbers then give equal decisions.
         drawn = Draw(~(uniform < 1.0 - pi), pi, fixed_size=bool(np.all(pi == 1.0)))
         selection, at_floor = self._weighed(drawn), float(np.mean(pi <= floor))
         return replace(
@@ -129,11 +129,11 @@ class WeightedGresoPolicy(PromptPolicy):
         counted["total"] += len(ids)
 
     def _is_over(self, step: int) -> bool:
-        """Whether the step that was counted last is over: its counts are then complete."""
+        """Whether the last counted step is over, so that its counts are complete."""
         return self._counted["total"] > 0 and self._counted["step"] < step
 
     def _adapted(self, step: int) -> tuple[float, float]:
-        """p_easy and p_hard of `step`: after the first epoch, fewer prompts of a kind that was too frequent."""
+        """p_easy and p_hard for `step`: after the first epoch, lowered if their kind was too frequent, else raised."""
         counted = self._counted
         if not self._is_over(step) or counted["step"] < self.history.steps_per_epoch:
             return self.p_easy, self.p_hard
@@ -144,17 +144,17 @@ class WeightedGresoPolicy(PromptPolicy):
     def _moved(self, probability: float, too_many: bool) -> float:
         return max(probability - _STEP, _LEAST) if too_many else min(probability + _STEP, _MOST)
 
-    def _resting(self, step: int) -> str:
-        # GRESO has neither warm-up nor annealing: prompts without a flat run are never skipped.
+    def _inactive_reason(self, step: int) -> str:
+        # GRESO has neither warm-up nor annealing: only prompts whose last visit was easy or hard are ever skipped.
         return ""
 
 
 class GresoPolicy(WeightedGresoPolicy):
     """Method `greso` (arXiv 2506.02177): without weights, and with refills until enough groups have variance.
 
-    Given the same uniform numbers the decisions are those of the authors' code (Infini-AI-Lab/GRESO, b277843), but for:
-    hard groups are all groups with equal rewards at or below `_HARD`, where theirs counts rewards of exactly 0.1;
-    the group size is free, where theirs is 8; a round without any variance asks for the largest refill, where theirs
+    Given the same uniform numbers, it decides as the authors' code (Infini-AI-Lab/GRESO, b277843), with these
+    exceptions: hard groups are all groups with equal rewards at or below `_HARD`, theirs only those with exactly 0.1;
+    the group size is free, theirs is 8; after a round without any variance it asks for the largest refill, where theirs
     divides by zero; draws are counter-based.
     """
 
@@ -176,7 +176,7 @@ class GresoPolicy(WeightedGresoPolicy):
         self._round = {"step": -1, "groups": 0, "last": 0}
 
     def missing_prompts(self, rewards: FloatArray, *, step: int, rounds: int) -> int:
-        """The estimate of a round within the largest refill makes it the last."""
+        """GRESO's refill sizes: a round whose estimate did not exceed the largest refill is the last."""
         refill, greso = self.config.refill, self.config.greso
         if not refill.enabled or rounds >= refill.max_rounds:
             return 0
@@ -202,14 +202,14 @@ class GresoPolicy(WeightedGresoPolicy):
         pi = drawn.inclusion_prob
         note = f"skips without weights; the expected share of prompts is {float(pi.mean()):.2f}"
         selection = weigh_biased(drawn, name=self.name, scale=1.0, note=note, score=np.zeros(len(pi)))
-        # the mean over what goes on leaves the differences
+        # `keep_groups` takes a mean over the groups it keeps, so only differences between the pi remain as bias
         return replace(selection, mean_weight=pi / (pi.mean() or 1.0))
 
 
 class InfoBatchPolicy(PromptPolicy):
     """Method `infobatch`: prompts scoring below the mean of all visited ones are skipped with probability `rate`.
 
-    The score is the mean |advantage| of the last visit, in the place of the authors' last loss.
+    The score is the mean |advantage| of the last visit, instead of the authors' last loss.
     """
 
     reads = ("rate", "design", "estimator", "max_weight", "warmup_epochs", "anneal_fraction")
@@ -222,26 +222,26 @@ class InfoBatchPolicy(PromptPolicy):
         score = arrays["mean_abs"][ids].astype(np.float64)
         low = self.history.seen(ids) & (score < mean)
         pi = two_class(low, self.config.rate)
-        # its growth assumes equal moments: the score is 0 for nearly all that may be skipped, and would predict none
+        # Growth is predicted for equal moments: the score is 0 for nearly all that may be skipped and would predict 1.
         return replace(self._draw_and_weigh(ids, pi, score, step, minibatch), metrics=figures(pi, low))
 
 
 def keep_probability(
     easy_run: npt.NDArray[np.integer], hard_run: npt.NDArray[np.integer], p_easy: float, p_hard: float, floor: float
 ) -> FloatArray:
-    """max(p^z, floor) of the run that is not 0, [n]; 1 without a run. A visit cannot be easy and hard at once."""
+    """[n] max(p^z, floor) for a run of z easy or z hard visits, of which at most one is not 0; 1 without a run."""
     easy = np.maximum(p_easy ** np.asarray(easy_run, dtype=np.float64), floor)
     hard = np.maximum(p_hard ** np.asarray(hard_run, dtype=np.float64), floor)
     return easy * hard
 
 
 def next_round(missing_groups: int, flat_share: float, *, smallest: int, largest: int) -> tuple[int, bool]:
-    """GRESO's adaptive sampling batch: prompts of the next round, and whether it is the last one.
+    """GRESO's adaptive batch size: prompts of the next round, and whether it is the last one.
 
     Args:
-        missing_groups: groups with variance still wanted.
+        missing_groups: groups with variance that are still missing.
         flat_share: share of the latest round's groups without variance, in [0, 1].
-        smallest, largest: clamp of the answer.
+        smallest, largest: bounds of the result.
     """
     if flat_share >= 1.0:
         return largest, False
@@ -250,7 +250,7 @@ def next_round(missing_groups: int, flat_share: float, *, smallest: int, largest
 
 
 def has_variance(rewards: FloatArray) -> BoolArray:
-    """[groups, G] -> [groups]: rewards differ within the group."""
+    """[groups, G] -> [groups]: whether rewards differ within the group."""
     return spread(rewards) > 0
 
 
@@ -262,9 +262,9 @@ def keep_informative(informative: BoolArray, wanted: int, name: str) -> Selectio
     note = "target is the mean over groups with reward variance"
     if count < wanted:
         note += f"; only {count} of {wanted} such groups were found"
-    # biased also in the step where every group has variance: that it does is an outcome
+    # labelled biased even if every group of this step has variance, because that is an outcome
     selection = weigh_biased(drawn, name=name, scale=wanted / count if count else 0.0, note=note, label="biased")
-    # against the mean over all groups of the step: each with variance is as likely to be among the first
+    # relative to the mean over all groups of the step: each group with variance is equally likely to be among the first
     return replace(selection, mean_weight=np.where(informative, len(informative) / max(int(informative.sum()), 1), 0.0))
 
 

@@ -2,8 +2,8 @@
 
 The paper (arXiv 2603.04135) proves its correction for random pruning and then prunes deterministically in Algorithm 1.
 `DppoPromptPolicy` is the random version; `PaperPromptPolicy` reconstructs the algorithm, as a baseline labelled biased.
-Exact weights make prompt selection about as noisy as a smaller batch unless the score is good; hence a posterior over
-visits in place of the last visit alone, a floor of 0.2, and unvisited prompts always kept.
+With exact weights, prompt selection is about as noisy as a smaller batch unless the score is good. So scores `beta` and
+`fit` use more than the last visit, the floor is 0.2, and prompts whose score rests on no data are always kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dppo_megatron.pruning.variance import EffectMonitor
 from dppo_megatron.pruning.weights import weigh_biased
 from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
-_FOUND_WANTING = "the score's measured effect is worse than skipping at random"
+_SCORE_REJECTED = "the score's measured effect is worse than skipping at random"
 _READS = (
     "min_inclusion_prob",
     "score",
@@ -50,19 +50,19 @@ _READS = (
 
 @dataclass(frozen=True, slots=True)
 class _DrawPlan:
-    """What a step's probabilities are made from, and the probabilities: [n]."""
+    """A step's probabilities and what they are computed from, each [n]."""
 
     score: FloatArray
     cost: FloatArray
     lower: FloatArray
     pi: FloatArray
     growth: Callable[[FloatArray], float]
-    """Of the variance by a draw with probabilities [n]."""
+    """Predicted growth of the variance by a draw with given probabilities [n]."""
     note: str
 
 
 class DppoPromptPolicy(PromptPolicy):
-    """Method `dppo`: a systematic draw with probabilities in proportion to a score of what is known before."""
+    """Method `dppo`: a systematic draw with probabilities proportional to a score known before the step."""
 
     reads: ClassVar[tuple[str, ...]] = ("rate", "cost_aware", *_READS)
     _state_names = ("control", "monitor", "_said", "fitted")
@@ -76,7 +76,7 @@ class DppoPromptPolicy(PromptPolicy):
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
-        """The posterior is that of `score=beta`."""
+        """Only `score=beta` uses the posterior, and so the prior."""
         return () if config.score == "beta" else ("prior",)
 
     @classmethod
@@ -86,14 +86,14 @@ class DppoPromptPolicy(PromptPolicy):
 
     @classmethod
     def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
-        """A posterior counts them as successes."""
+        """The posterior counts rewards as successes."""
         return config.score == "beta"
 
     def feedback(self, cost: StepCost) -> list[str]:
         """Skipping a prompt saves its update and its part of the rollout; the rest of a step is its fixed cost."""
         self.control.observe_cost(cost.other_s, cost.rollout_s + cost.update_s, cost.kept_cost, has_floor=True)
-        said, self._said = self._said, ""
-        return [said] if said else []
+        line, self._said = self._said, ""  # saved in checkpoints as `said`: a log line not yet returned
+        return [line] if line else []
 
     def expected(self, ids: IntArray, step: int) -> tuple[FloatArray, FloatArray] | None:
         if self.fitted is None or not (self.fitted.is_ready and self.monitor.believed):
@@ -103,21 +103,21 @@ class DppoPromptPolicy(PromptPolicy):
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         plan = self._plan(ids, step)
         if plan is None or not self.monitor.believed:
-            return self._not_skipped(ids, plan, "no cost measured yet" if plan is None else _FOUND_WANTING)
+            return self._keep_all(ids, plan, "no cost measured yet" if plan is None else _SCORE_REJECTED)
         selection = self._draw_and_weigh(ids, plan.pi, plan.score, step, minibatch, note=plan.note)
-        return self._with_figures(selection, plan, plan.pi)
+        return self._with_metrics(selection, plan, plan.pi)
 
-    def _rest(self, ids: IntArray, step: int, why: str) -> Selection:
-        """Nothing is skipped, but what skipping would do is measured."""
-        return self._not_skipped(ids, self._plan(ids, step), why)
+    def _select_inactive(self, ids: IntArray, step: int, reason: str) -> Selection:
+        return self._keep_all(ids, self._plan(ids, step), reason)
 
-    def _not_skipped(self, ids: IntArray, plan: _DrawPlan | None, why: str) -> Selection:
-        selection = keep_all(len(ids), self.name, why)
+    def _keep_all(self, ids: IntArray, plan: _DrawPlan | None, reason: str) -> Selection:
+        """Skips nothing, but records what the plan would have skipped, so that its effect is still measured."""
+        selection = keep_all(len(ids), self.name, reason)
         if plan is None:
             return selection
-        return self._with_figures(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
+        return self._with_metrics(replace(selection, planned_prob=plan.pi), plan, selection.inclusion_prob)
 
-    def _with_figures(self, selection: Selection, plan: _DrawPlan, pi: FloatArray) -> Selection:
+    def _with_metrics(self, selection: Selection, plan: _DrawPlan, pi: FloatArray) -> Selection:
         metrics = figures(pi, (pi <= plan.lower + 1e-12) & (plan.lower < 1))
         metrics["planned_effect"] = plan.growth(plan.pi)
         kept_cost = float(np.sum(pi * plan.cost) / np.sum(plan.cost))
@@ -126,7 +126,7 @@ class DppoPromptPolicy(PromptPolicy):
         )
 
     def _plan(self, ids: IntArray, step: int) -> _DrawPlan | None:
-        """The probabilities of a step in which prompts are skipped; None before a cost is measured."""
+        """The probabilities with which a step would skip prompts; None: no cost has been measured yet."""
         score, cost = self._score(ids, step), self._relative_cost(ids, step)
         size = score / np.sqrt(cost) if self._divides_by_cost else score
         lower = np.where(self._may_skip(ids), self.config.min_inclusion_prob, 1.0)
@@ -137,8 +137,8 @@ class DppoPromptPolicy(PromptPolicy):
         growth = partial(_growth, score, lower, optimism, self._inflation())
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
-        more = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
-        return _DrawPlan(score, cost, lower, pi, growth, more if pi.sum() > target + 0.5 else "")
+        note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
+        return _DrawPlan(score, cost, lower, pi, growth, note if pi.sum() > target + 0.5 else "")
 
     @property
     def _divides_by_cost(self) -> bool:
@@ -149,14 +149,14 @@ class DppoPromptPolicy(PromptPolicy):
         return 1.0 if measured is None else measured.inflation
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """Whole number of prompts to keep: all that may not be skipped, and the share of the rest."""
+        """Whole number of prompts to keep: all that may not be skipped, and by the rate a share of the others."""
         num_skippable = int((lower < 1).sum())
         by_rate = len(lower) - num_skippable + count_kept(num_skippable, self.config.rate)
         return float(max(by_rate, _least(lower)))
 
     def _may_skip(self, ids: IntArray) -> BoolArray:
-        """[n]: whether a prompt's score rests on anything of its own; the others are always kept."""
-        if self.fitted is None or (self.fitted.is_ready and not self.fitted.tells_unseen_apart):
+        """[n]: whether a prompt's score rests on any data about that prompt; the others are always kept."""
+        if self.fitted is None or (self.fitted.is_ready and not self.fitted.distinguishes_unseen):
             return self.history.seen(ids)
         return np.full(len(ids), self.fitted.is_ready)
 
@@ -176,7 +176,7 @@ class DppoPromptPolicy(PromptPolicy):
         return np.sqrt(nondegenerate_probability(successes, failures, self.completions_per_prompt) * moment)
 
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
-        """Mean completion length of each prompt over the batch's, [n]; without a regression 1 for unseen ones."""
+        """Mean completion length of each prompt over the batch's, [n]; 1 for unseen prompts unless score=fit."""
         if self.fitted is not None:
             return self.fitted.expected_cost(ids, step)
         tokens = self.history.arrays["tokens"][ids].astype(np.float64)
@@ -208,7 +208,7 @@ class DppoPromptPolicy(PromptPolicy):
 
 
 class AutoPromptPolicy(DppoPromptPolicy):
-    """Method `dppo_auto`: the number to keep follows from what a prompt costs."""
+    """Method `dppo_auto`: derives the number of prompts to keep from what a prompt costs."""
 
     reads = ("fixed_cost_ratio", *_READS)
 
@@ -221,7 +221,7 @@ class AutoPromptPolicy(DppoPromptPolicy):
         return True
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
-        """Where the keep probability is the root of variance share over cost share; None: no cost is known yet."""
+        """The sum of `efficient_probabilities`, rounded up; None: no cost is known yet."""
         ratio = self.config.fixed_cost_ratio or self.control.cost_ratio
         if ratio == 0:
             return None
@@ -232,9 +232,9 @@ class AutoPromptPolicy(DppoPromptPolicy):
 class PaperPromptPolicy(PromptPolicy):
     """Method `dppo_paper`: Algorithm 1 as reconstructed from public reviews; the paper's code is not public.
 
-    Drops floor(rate N) prompts with the lowest mean |advantage| of their last visit and multiplies the rest by
+    Drops the floor(rate N) prompts with the lowest mean |advantage| at their last visit and multiplies the rest by
     C/(1-P) with a mean over the kept, which is 1/(1-rate) on nominal denominators. Unvisited prompts rank highest.
-    A skipped prompt's score never changes, so it stays out.
+    The score of a skipped prompt never changes, so the prompt stays out.
     """
 
     reads = ("rate", "warmup_epochs", "anneal_fraction")
@@ -253,7 +253,7 @@ class PaperPromptPolicy(PromptPolicy):
             name=self.name,
             scale=1.0 / (1.0 - config.rate),
             note="prompts below the cut are never drawn, so no weight can stand in for them",
-            score=np.zeros(len(ids)),  # a design effect of 1: no weights, no growth by them
+            score=np.zeros(len(ids)),  # makes the design effect 1: without 1/pi weights nothing grows
         )
         at_floor, rate = float(np.mean(drawn.inclusion_prob == 0)), 1.0 - float(drawn.kept.mean())
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
@@ -262,18 +262,18 @@ class PaperPromptPolicy(PromptPolicy):
 def _growth(
     score: FloatArray, lower: FloatArray, optimism: FloatArray, inflation: float, inclusion_prob: FloatArray
 ) -> float:
-    """Of the variance as the score predicts it, less its optimism, and as earlier steps have measured it."""
-    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)
+    """Growth of the variance as the score predicts it, corrected for its optimism and by earlier steps' `inflation`."""
+    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)  # pi follows the score
     missed = float(np.sum((optimism * squared)[follows] / inclusion_prob[follows]))
     effect = design_effect(score, inclusion_prob) + (missed / float(np.sum(squared)) if missed else 0.0)
     return 1.0 + (effect - 1.0) * inflation
 
 
 def _least(lower: FloatArray) -> int:
-    """Fewest prompts that floors [n] allow."""
+    """Fewest prompts that can be kept under floors [n]."""
     return math.ceil(float(lower.sum()) - 1e-9)
 
 
 def _for_unseen(score: FloatArray, seen: BoolArray) -> FloatArray:
-    """Scores with unseen prompts at the largest one, where they do not pull the others up."""
+    """Scores, with unseen prompts given the largest score of the seen ones."""
     return np.where(seen, score, score[seen].max(initial=0.0) or 1.0)

@@ -1,8 +1,8 @@
-"""How much gradient a prompt or a completion is expected to carry, from what is known for free, and what dropping it
-would save: from both follows how much is kept.
+"""Scores (how much gradient a prompt or completion is expected to carry) and costs (what dropping it would save), and
+how much to keep, given both.
 
-A score only steers variance: any positive score gives an unbiased estimate, a good one a quiet estimate. That is why
-these are cheap proxies (rollout log-probabilities, reward history) and none of them runs the model.
+A score affects only the variance: any positive score gives an unbiased estimate, and a good score one with little
+noise. So cheap proxies are enough (rollout log-probabilities, reward history), and none of them runs the model.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _FLOOR_FADE, _FLOOR_STEPS, _FLOOR_ERRORS, _LARGEST_FLOOR = 0.98, 8.0, 2.0, 0.75
 
 
 def logit_grad_norm(logprobs: npt.NDArray[np.floating]) -> float:
-    """sqrt(sum_t (1 - p_t)^2) of one completion, from its behaviour log-probabilities [n].
+    """sqrt(sum_t (1 - p_t)^2) of one completion, from its behaviour log-probabilities [n]; 0 if it is empty.
 
-    1 - p_t is within a factor sqrt(2) of the norm of the log-probability's gradient at the logits. An empty
-    completion has 0.
+    1 - p_t is within a factor sqrt(2) of the norm of the log-probability's gradient with respect to the logits.
     """
     return float(np.sqrt(np.sum(np.square(-np.expm1(np.asarray(logprobs, dtype=np.float64))))))
 
@@ -41,8 +40,8 @@ def completion_score(
 ) -> FloatArray:
     """Proxy of the norm of each completion's weighted gradient, [n].
 
-    prompt weight x omega x sqrt(A^2 + zero_advantage_slope^2) x logit_grad_norm. The prompt's weight belongs to it:
-    rarely drawn prompts carry more, so more of their completions are worth keeping.
+    prompt weight x omega x sqrt(A^2 + zero_advantage_slope^2) x logit_grad_norm, omega = 1 / denominator. The prompt's
+    weight is included because rarely drawn prompts weigh more, so more of their completions are worth keeping.
     """
     slope = np.sqrt(np.square(advantages) + zero_advantage_slope**2)
     return prompt_weight / denominator * slope * logit_grad_norms
@@ -51,7 +50,7 @@ def completion_score(
 def nondegenerate_probability(successes: FloatArray, failures: FloatArray, group_size: int) -> FloatArray:
     """P(a group of G answers has both a right and a wrong one) when the pass rate is Beta(a, b), [n].
 
-    1 - B(a+G, b)/B(a, b) - B(a, b+G)/B(a, b), each ratio as a product of G fractions, which needs no gamma function.
+    1 - B(a+G, b)/B(a, b) - B(a, b+G)/B(a, b); each ratio is computed as a product of G fractions.
     """
     all_right, all_wrong = np.ones_like(successes), np.ones_like(successes)
     total = successes + failures
@@ -67,8 +66,8 @@ def efficient_probabilities(
     """The self-tuned rule: pi = clip(sqrt(variance share / cost share), lower, 1), [n].
 
     Minimises (fixed_cost + sum(pi cost)) x sum(score^2 / pi). Setting the derivative to zero gives
-    pi^2 = (s^2 / V) / (c / C), which is water-filling on s / sqrt(c) at one particular level; found by fixed point
-    from pi = 1. Score and floor both 0: pi = 0.
+    pi^2 = (s^2 / V) / (c / C), which is water-filling on s / sqrt(c) at one particular level; found by fixed-point
+    iteration from pi = 1. If score and floor are both 0, pi = 0.
 
     Args:
         score, cost: [n]; score >= 0, cost > 0.
@@ -87,7 +86,7 @@ def efficient_probabilities(
         variance = drawn + (1.0 / inflation - 1.0) * full  # V / inflation
         if variance <= 0:
             return pi
-        # 1e-12: an element whose score nearly underflows keeps a place in the next variance.
+        # At least 1e-12: an element whose score nearly underflows must still count in the next variance.
         updated = np.where(pi > 0, np.clip(size * np.sqrt(spent / variance), np.maximum(lower, 1e-12), 1.0), 0.0)
         moved = float(np.max(np.abs(updated - pi), initial=0.0))
         pi = updated
@@ -104,16 +103,16 @@ def budgeted_probabilities(
     max_design_effect: float,
     whole: bool,
 ) -> FloatArray:
-    """Probabilities [n] that spend `target`, or the least above it that keeps the design effect within its bound.
+    """Probabilities [n] that spend `target`, or the smallest larger budget whose design effect is within the bound.
 
-    The design effect falls as the budget grows, so the budget is found by bisection. It depends on scores only,
-    which are known before the draw; the estimate stays unbiased.
+    The design effect falls as the budget grows, so the budget is found by bisection. It depends only on scores, which
+    are known before the draw, so the estimate stays unbiased.
 
     Args:
         filler: sizes, floors and costs.
         growth: the design effect of probabilities [n].
         max_design_effect: >= 1, or 0 for no bound.
-        whole: keep the budget a whole number apart from `target`, so that systematic draws have a fixed size.
+        whole: add only whole numbers to `target`, so that systematic draws have a fixed size.
     """
     pi = filler.solve(target)
     if max_design_effect == 0 or growth(pi) <= max_design_effect:
@@ -127,21 +126,21 @@ def budgeted_probabilities(
 
 
 def size_bounds(usual: int, factor: float) -> tuple[int, int]:
-    """Smallest and largest group around groups of `usual`; a group of one has no baseline."""
+    """Smallest and largest group size around `usual`; at least 2, since a group of one has no baseline."""
     return max(2, math.ceil(usual / factor)), math.floor(usual * factor)
 
 
 def group_sizes(worth: FloatArray, usual: int, factor: float) -> IntArray:
-    """How many completions each prompt of a step gets, fixed before any of them is sampled: [n] whole numbers in
-    proportion to `worth` [n], `usual` each in the mean, within `size_bounds`.
+    """How many completions each prompt of a step gets, fixed before any of them is sampled: [n] whole numbers
+    proportional to `worth` [n], with mean `usual`, within `size_bounds`.
 
     The mean over a group's completions has the same expectation whatever their number, as long as advantages are linear
-    in rewards. So the number may follow from anything that is known before. A prompt of weight w, whose completions
-    have an expected squared gradient m and cost c tokens, adds w^2 m / n to the variance and n c to the cost: least
-    together with n in proportion to w sqrt(m / c) (Neyman's allocation).
+    in rewards. So the number may depend on anything known beforehand. A prompt of weight w, whose completions have an
+    expected squared gradient m and cost c tokens, adds w^2 m / n to the variance and n c to the cost. The optimum has n
+    proportional to w sqrt(m / c) (Neyman's allocation).
 
-    Example: usual 8, factor 2, worth (4, 1, 1, 1): in proportion 18, 5, 5, 5, within bounds 16, 5.3, 5.3, 5.3, and
-    whole 16, 6, 5, 5.
+    Example: usual 8, factor 2, worth (4, 1, 1, 1): proportional 18, 5, 5, 5; within bounds 16, 5.3, 5.3, 5.3; rounded
+    16, 6, 5, 5.
     """
     least, most = size_bounds(usual, factor)
     shares = WaterFiller(worth, least / most).solve(len(worth) * usual / most)
@@ -153,7 +152,7 @@ def group_sizes(worth: FloatArray, usual: int, factor: float) -> IntArray:
 
 
 def spread(rewards: FloatArray) -> FloatArray:
-    """max - min of each group, [groups, G] -> [groups]; failed gradings are left out, a group without rewards has 0."""
+    """max - min of each group, [groups, G] -> [groups]; ignores failed gradings, 0 for a group without rewards."""
     high = np.max(np.where(np.isnan(rewards), -np.inf, rewards), axis=1, initial=-np.inf)
     low = np.min(np.where(np.isnan(rewards), np.inf, rewards), axis=1, initial=np.inf)
     # A group without any reward would give -inf - inf.
@@ -161,25 +160,25 @@ def spread(rewards: FloatArray) -> FloatArray:
 
 
 def floor_share(sums: Sequence[float]) -> float:
-    """Share of full seconds that remains however little is kept, from sums of 1, x, y, x^2, xy and y^2 over steps: y
-    seconds, x the kept share. In [0, 0.75], and 0 unless steps differ enough to tell.
+    """Share of a full step's seconds that remains however little is kept; in [0, 0.75].
 
-    A rollout waits for its longest completions, so seconds do not fall to nothing with their tokens. The intercept of a
-    straight line, drawn to 0 by as much as it may be chance: steps of equal size say nothing about it.
+    A rollout waits for its longest completions, so its seconds do not fall to 0 with its tokens. This fits a straight
+    line to seconds y over kept share x, given their sums of 1, x, y, x^2, xy and y^2 over steps. Its intercept is
+    shrunk towards 0 by how much of it may be chance, and is 0 unless the x of the steps differ.
 
     Example: steps that kept all took 10 s and those that kept half 8: the line's intercept is 6 s, the share 0.6.
     """
     count, x, y, xx, xy, yy = sums
     if count < _FLOOR_STEPS:
         return 0.0
-    spread, along = xx - x * x / count, xy - x * y / count
-    if spread <= 1e-9 * xx:
+    var_x, cov_xy = xx - x * x / count, xy - x * y / count
+    if var_x <= 1e-9 * xx:
         return 0.0
-    slope = along / spread
+    slope = cov_xy / var_x
     intercept = (y - slope * x) / count
-    left = max(yy - y * y / count - slope * along, 0.0) / (count - 2)
-    error = _FLOOR_ERRORS * math.sqrt(left * xx / (count * spread))
-    if intercept <= error or slope <= 0:  # seconds that fall with what is kept are not this line's
+    residual = max(yy - y * y / count - slope * cov_xy, 0.0) / (count - 2)
+    error = _FLOOR_ERRORS * math.sqrt(residual * xx / (count * var_x))
+    if intercept <= error or slope <= 0:  # the model cannot explain steps that get faster when more is kept
         return 0.0
     trust = 1.0 - (error / intercept) ** 2
     return min(trust * intercept / (intercept + slope), _LARGEST_FLOOR)
@@ -187,19 +186,19 @@ def floor_share(sums: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class MeasuredCost(Stateful):
-    """Of a level: what skipping or dropping all of it would leave, over what it would save."""
+    """Cost that pruning at one level (prompts or completions) cannot save, over the cost that it can, as measured."""
 
     _state_names = ("cost_ratio", "seconds")
 
     cost_ratio: float = 0.0
     """Running mean of fixed over variable seconds at full batch; 0 before the first measurement."""
     seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
-    """Fading sums for `floor_share`."""
+    """Faded sums for `floor_share`."""
 
     def observe_cost(self, fixed_s: float, variable_s: float, kept_cost: float, *, has_floor: bool = False) -> None:
-        """Seconds of a step that pruning saves nothing of, and those of the rest, of which it had kept `kept_cost`.
+        """Add a step: seconds that pruning cannot reduce, and the others, spent on a share `kept_cost` of the cost.
 
-        has_floor: the rest is not proportional to what is kept; the part that is not, as measured, counts as fixed.
+        has_floor: a part of the other seconds does not shrink with what is kept; its measured share counts as fixed.
         """
         if variable_s <= 0 or fixed_s < 0 or kept_cost <= 0:
             return

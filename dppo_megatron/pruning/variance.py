@@ -1,23 +1,24 @@
-"""How much noisier pruning makes a gradient: the one account of it, predicted before a draw and realised after it.
+"""How much noisier pruning makes a gradient, predicted before a draw and measured after it.
 
 A completion of score s (`completion_score`, a proxy of its gradient's norm) adds s^2 to the full batch's variance, and
-W^2 s^2 to that of a step which trains on it with weight W. Only what was rolled out is known, each with
-its prompt's weight w, so a step's growths are those of its own full batch, estimated from it:
+W^2 s^2 to the variance of a step that trains on it with weight W. Only completions that were rolled out are known, each
+with its prompt's weight w, so a step's full batch is estimated from them. The factors by which the variance grows are
 
     by skipping prompts        sum w^2 s^2 / sum w s^2
     by dropping completions    sum W^2 s^2 / sum w^2 s^2
     by both                    sum W^2 s^2 / sum w s^2, the product
 
-Where completions may be stopped early, those that came to their end count e for them: the sums above have e s^2 in
-place of s^2, and between both stands sum w^2 e^2 s^2 / sum w^2 e s^2. Their baselines, means of the mates that came to
-an end, are noisier than the full batch's, of which e s^2 holds too much: that growth is by stopping as well.
+If completions may be stopped early, those that finish have a weight e that makes up for the others. By prompts, the
+sums then have e s^2 in place of s^2; by completions, w e in place of w; and stopping has grown the variance in between
+by sum w^2 e^2 s^2 / sum w^2 e s^2. Baselines then use only the group mates that finished, which makes them noisier than
+the full batch's. e s^2 contains that noise, so it is subtracted from the full batch's sum: it is growth by stopping.
 
-In groups of several sizes a group of n counts as one of G: G / n times each completion, of which the full batch would
-have had G, with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. That is a growth
-before the others: below 1, or above it with fewer tokens, since sizes go by cost too.
+If groups have several sizes, a group of n counts as one of G: each completion G / n times. The full batch would have
+had G of them, each with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of more others is less noisy. This factor
+precedes the others. It is below 1, or above 1 but with fewer tokens, since sizes depend on cost too.
 
-A growth of 1.2 is a batch 1.2 times smaller. What it leaves out: that completions' gradients may be correlated, and
-that a systematic draw is quieter than the independent one of these sums.
+A growth of 1.2 means as much noise as a batch 1.2 times smaller. It ignores that completions' gradients may be
+correlated, and that a systematic draw is less noisy than the independent draw of these sums.
 """
 
 from __future__ import annotations
@@ -34,72 +35,72 @@ from dppo_megatron.types import FloatArray
 _EFFECT_FADE = 0.95
 """A horizon of 20 steps."""
 _LEAST_LEFT = 0.1
-"""Share of a step's moment that is left, at least, without its baselines' noise, whose estimate may be more than all:
-this acts in 0 to 3 % of made-up steps of 64 prompts whose lengths have a Pareto tail."""
+"""Smallest share of a step's moment that remains after subtracting the baselines' noise, whose estimate may exceed the
+moment. It acted in 0 to 3 % of simulated steps of 64 prompts whose lengths have a Pareto tail."""
 _SUMS = ("effect", "moment", "predicted", "score", "kept", "tokens", "effect2", "cross", "moment2", "groups")
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Of the variance by a selection, as a factor."""
+    """Factor by which a selection increases the gradient's variance."""
 
     predicted: float
     """From scores and probabilities, before the draw."""
     realised: float
-    """By the outcomes of the same step."""
+    """From the outcomes of the same step."""
 
 
-NONE = Growth(1.0, 1.0)
+UNCHANGED = Growth(1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSizes:
-    """Of the completions [n] of a step whose groups have several sizes."""
+    """Needed for a step whose groups have several sizes; arrays [n] are of its completions."""
 
     share: FloatArray
-    """G over the size of its group."""
+    """G over the size of the completion's group."""
     usual: FloatArray
-    """Its second moment in a group of G over that in its own."""
+    """The completion's second moment in a group of G over that in its own group."""
     predicted: float
-    """Growth of the variance by them, as the scores predict it."""
+    """Growth of the variance by the sizes, as the scores predict it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyStops:
-    """Of the completions [n] of a step in which some may be stopped early."""
+    """Needed for a step in which completions may be stopped early; arrays [n] are of its completions."""
 
     counts: FloatArray
-    """Part of the prompts' weight that is there for completions that were stopped."""
+    """Factor in `prompt_weight` that makes up for completions that were stopped."""
     noise: FloatArray
-    """Estimated variance that their mates' stops put into the advantage."""
+    """Estimated variance of the advantage that is due to stops of group mates."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepVariance:
-    """The account of one step."""
+    """How one step's selections change the variance of its gradient."""
 
     prompts: Growth
     completions: Growth
     sizes: Growth
     """By groups of several sizes."""
     early: Growth
-    """By stopping completions early. Its probabilities look at nothing, so what was realised is what was foreseen."""
+    """By stopping completions early. Its probabilities depend on settings alone, so predicted is set to realised."""
     kept: float
     """sum W^2 s^2."""
     expected: float
-    """sum W s^2, for an unbiased method an estimate of the full batch's sum s^2, with the noise of stops' baselines."""
+    """sum W s^2: if unbiased, an estimate of the full batch's sum s^2 plus the baselines' noise from early stops."""
 
     @property
     def growth(self) -> Growth:
-        """By all of it."""
+        """The product of all four."""
         each = self.prompts, self.completions, self.sizes, self.early
         return Growth(math.prod(one.predicted for one in each), math.prod(one.realised for one in each))
 
     def metrics(self) -> dict[str, float]:
-        """As `prune/*` figures."""
+        """The `prune/*` metrics."""
         stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
-        stages |= {"size_": self.sizes} if self.sizes != NONE else {}
-        stages |= {"early_stop_": self.early} if self.early != NONE else {}
+        stages |= {"size_": self.sizes} if self.sizes != UNCHANGED else {}
+        stages |= {"early_stop_": self.early} if self.early != UNCHANGED else {}
         predicted = {f"prune/{stage}design_effect": growth.predicted for stage, growth in stages.items()}
         return predicted | {f"prune/{stage}realised_design_effect": each.realised for stage, each in stages.items()}
 
@@ -113,60 +114,61 @@ def step_variance(
     sizes: GroupSizes | None = None,
     ended: EarlyStops | None = None,
 ) -> StepVariance:
-    """Of a step whose `batch` was offered to the completion policy; without any gradient nothing grows.
+    """For a step whose `batch` was offered to the completion policy; all factors are 1 if there is no gradient.
 
     Args:
-        slope: of the loss's terms that give a completion without advantage a gradient (KL, entropy).
-        stands_for: [n] part of `batch.prompt_weight` that is there for missing completions, which no selection has
-            left out, and for others of a full group: it is in no growth by a selection.
-        sizes: None: all groups have the usual one.
+        slope: of the loss terms that give a completion with advantage 0 a gradient (KL, entropy).
+        stands_for: [n] factor in `batch.prompt_weight` that makes up for missing completions and groups. No selection
+            left these out, so it counts in no growth by a selection.
+        sizes: None: all groups have the usual size.
         ended: None: no completion could be stopped early.
 
-    Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, and
-    all their completions: the full batch's sum is put at 2 x 1 + 4 = 6, and that of the draw is 4 x 1 + 4 = 8.
+    Example: two prompts of one completion each, drawn with probabilities 1/2 and 1; s^2 = 1 and 4. Both were kept, with
+    their completions: the full batch's sum is estimated as 2 x 1 + 4 = 6, and the draw's is 4 x 1 + 4 = 8.
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
-    own = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
-    full_batch, moment = (own, own) if sizes is None else (own * sizes.usual, own * sizes.share)
-    counts = np.ones(len(own)) if ended is None else ended.counts
-    first = batch.prompt_weight / stands_for  # with `counts`
-    weight = first * completions.weight
-    factors = first, np.square(first) / counts, np.square(first), np.square(weight)
+    squared = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
+    full_batch, moment = (squared, squared) if sizes is None else (squared * sizes.usual, squared * sizes.share)
+    counts = np.ones(len(squared)) if ended is None else ended.counts
+    drawn_weight = batch.prompt_weight / stands_for  # still contains `counts`: w e of the module docstring
+    weight = drawn_weight * completions.weight
+    factors = drawn_weight, np.square(drawn_weight) / counts, np.square(drawn_weight), np.square(weight)
     full, by_prompts, drawn, kept = (float(np.sum(factor * moment)) for factor in factors)
-    by_sizes, by_stops = NONE, NONE
+    by_sizes, by_stops = UNCHANGED, UNCHANGED
     if ended is not None and by_prompts:
         share = stands_for if sizes is None else stands_for * sizes.share
         noise = share * np.square(completion_score(np.sqrt(ended.noise), *norms[1:], np.ones(1)))
-        growth = drawn / by_prompts * full / max(full - float(np.sum(first * noise)), _LEAST_LEFT * full)
+        without_noise = full - float(np.sum(drawn_weight * noise))
+        growth = drawn / by_prompts * full / max(without_noise, _LEAST_LEFT * full)
         by_stops = Growth(growth, growth)
     if sizes is not None:
-        plain = float(np.sum(first * full_batch))
-        by_sizes = Growth(sizes.predicted, full / plain if plain else 1.0)
+        usual_sizes = float(np.sum(drawn_weight * full_batch))
+        by_sizes = Growth(sizes.predicted, full / usual_sizes if usual_sizes else 1.0)
     return StepVariance(
         Growth(prompts.growth, by_prompts / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
         by_sizes,
         by_stops,
-        float(np.sum(stands_for * np.square(weight) * own)),
+        float(np.sum(stands_for * np.square(weight) * squared)),
         float(np.sum(weight * full_batch)),
     )
 
 
 class EffectMonitor(Stateful):
-    """What skipping did to the variance, measured: fading sums over steps, and whether the score is believed.
+    """Measures what skipping did to the variance, in faded sums over steps, and decides whether to believe the score.
 
-    A prompt of second moment m, drawn with probability pi, adds m / pi to the variance where the full batch has m.
-    Only kept prompts show their m, each with the weight 1 / pi, so over the kept
+    A prompt of second moment m, drawn with probability pi, adds m / pi to the variance instead of m in the full batch.
+    Only kept prompts reveal their m, each with weight 1 / pi, so over the kept
 
         effect = sum(m / pi / planned) / sum(m / pi)
 
-    where `planned` is the probability that the score asks for. It is pi itself, except where nothing is skipped
-    (warm-up, or after the score was found wanting): what skipping would do is then measured all the same, and pruning
-    can begin, or begin again, on evidence. Beside it stands what skipping at random would do at the same cost, the
-    inverse of the share of tokens that is planned to be kept. A score that does worse than that is worse than none.
+    where `planned` is the probability derived from the score. It equals pi except while nothing is skipped (warm-up, or
+    after the score was rejected). The effect that skipping would have is measured then too, so that pruning begins, or
+    begins again, on evidence. It is compared with skipping at random at the same cost, whose effect is the inverse of
+    the share of tokens planned to be kept. A score that does worse than that is worse than no score.
 
-    At rate 0 no plan skips, so the score is never judged, nor are sizes of groups that go by it: of those
-    `StepVariance.sizes` tells what they do.
+    At rate 0 no plan skips, so the score is never judged, and neither are group sizes derived from it; their effect is
+    measured by `StepVariance.sizes`.
     """
 
     _state_names = ("_sums", "believed")
@@ -174,7 +176,7 @@ class EffectMonitor(Stateful):
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self.believed = True
-        """False from the step whose measured effect was worse than skipping at random, until it no longer is."""
+        """Becomes False when the measured effect is worse than skipping at random, and True when it no longer is."""
 
     def effect(self) -> Effect | None:
         """None before the first step in which skipping was planned and something had gradient."""
@@ -200,14 +202,14 @@ class EffectMonitor(Stateful):
         planned: FloatArray,
         optimism: FloatArray | float = 0.0,
     ) -> None:
-        """Visited prompts [K]: outcomes, squared scores, tokens, the probabilities of the draw and of the plan, and by
-        which share the scores predict too little."""
-        share = float(moment.sum())
+        """Add visited prompts [K]: second moments, squared scores, tokens, the probabilities of the draw and of the
+        plan, and the share by which the scores predict too little."""
+        total = float(moment.sum())
         tiny = np.finfo(np.float64).tiny
-        if not (len(moment) and float(planned.min()) < 1.0 and share > tiny and float(score.sum()) > tiny):
+        if not (len(moment) and float(planned.min()) < 1.0 and total > tiny and float(score.sum()) > tiny):
             return
-        # each step counts alike, whatever the size of its gradients
-        m, s, w = moment / (share / len(moment)), score / score.mean(), 1.0 / inclusion
+        # normalised, so that every step counts the same whatever the size of its gradients
+        m, s, w = moment / (total / len(moment)), score / score.mean(), 1.0 / inclusion
         seen = {
             "effect": m * w / planned,
             "moment": m * w,
@@ -225,19 +227,17 @@ class EffectMonitor(Stateful):
             self._sums[name] = fade * self._sums[name] + float(np.sum(values))
 
     def judge(self) -> str:
-        """Believe the score, or stop believing it; a line for the log where that changes, else empty."""
+        """Update `believed`; returns a log line if it changed, else an empty string."""
         effect = self.effect()
         if effect is None:
             return ""
-        said = f"{effect.realised:.2f} +- {effect.error:.2f} times the variance, random skipping {effect.uniform:.2f}"
+        has = f"{effect.realised:.2f} +- {effect.error:.2f} times the variance, random skipping {effect.uniform:.2f}"
         if self.believed and effect.is_worse:
             self.believed = False
             return (
-                f"pruning.prompt: skipping has {said} at the same cost: no prompt is skipped until the score is better"
+                f"pruning.prompt: skipping has {has} at the same cost: no prompt is skipped until the score is better"
             )
         if not self.believed and effect.realised < effect.uniform:
             self.believed = True
-            return (
-                f"pruning.prompt: skipping by score would now have {said} at the same cost: prompts are skipped again"
-            )
+            return f"pruning.prompt: skipping by score would now have {has} at the same cost: prompts are skipped again"
         return ""

@@ -1,14 +1,14 @@
-"""From a draw to weights, and the label that says what they estimate.
+"""From a draw to weights, and the label that states what they estimate.
 
-Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are here since papers
-use them: C/(1-P) equals Horvitz-Thompson when the size is fixed and is a ratio estimator otherwise; Hajek pays
-O(1/n) bias for a lower variance that zero-sum advantages do not give it. The cap trades bias for variance.
+Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are provided because
+papers use them: C/(1-P) equals Horvitz-Thompson if the size is fixed, and is a ratio estimator otherwise; Hajek accepts
+O(1/n) bias for a lower variance, which it does not achieve with zero-sum advantages. The cap trades bias for variance.
 
-A label that looked at the draw would say `exact` whenever a random skip happened to skip nothing, which is no property
-of the method. So a label is a function of what is known before the draw: at the prompt level the nominal prompts'
-inclusion probabilities, which follow from history alone; at the completion level the settings alone, because there the
-probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless has
-the label of the worst batch that its settings admit.
+A label that depended on the draw would be `exact` whenever a random skip happened to skip nothing, which is no property
+of the method. So a label is a function of what is known before the draw: at the prompt level, the nominal prompts'
+inclusion probabilities, which depend on history alone; at the completion level, the settings alone, because there the
+probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless still
+has the label of the worst batch that its settings allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def horvitz_thompson(draw: Draw) -> FloatArray:
 def fixed_size_ht(draw: Draw) -> FloatArray:
     """C/(1-P) of DPPO (arXiv 2603.04135, 4.1) with a mean over the kept, as weights on nominal denominators [n].
 
-    Equals Horvitz-Thompson times E[count]/count, so the two agree when the size is fixed. Nothing kept: zeros.
+    Equals Horvitz-Thompson times E[count]/count, so the two agree if the size is fixed. Zeros if nothing is kept.
     """
     count = np.maximum(draw.kept.sum(axis=-1, keepdims=True), 1)
     expected = count if draw.fixed_size else float(draw.inclusion_prob.sum())
@@ -41,7 +41,7 @@ def fixed_size_ht(draw: Draw) -> FloatArray:
 
 
 def hajek(draw: Draw) -> FloatArray:
-    """Self-normalised weights [n] whose sum is the number of elements with support. Nothing kept: zeros."""
+    """Self-normalised weights [n] whose sum is the number of elements with support. Zeros if nothing is kept."""
     weight = horvitz_thompson(draw)
     total = weight.sum(axis=-1, keepdims=True)
     scaled: FloatArray = weight * (float((draw.inclusion_prob > 0).sum()) / np.where(total > 0, total, 1.0))
@@ -62,17 +62,17 @@ def weigh(
     score: FloatArray | None = None,
     pairs_known: bool = True,
 ) -> Selection:
-    """Weights of a random draw by the estimator's name, capped at `max_weight` if that is not 0, with its ledger row.
+    """The selection of a random draw, weighted by the named estimator and capped at `max_weight` (0: no cap).
 
     Precondition, not checked here: pi = 0 only where there is no gradient.
 
     Args:
-        label: of the settings, where the probabilities are themselves the outcome of an earlier draw; None: from the
+        label: derived from the settings, for probabilities that depend on an earlier draw; None: derived from the
             probabilities and the design. Never from what was kept.
-        score: [n], for the growth of the variance; None: all alike.
-        pairs_known: the draw can be made again; not a user's own, of which only single rows' probabilities are known.
-            A ratio form's mean rests on which rows are kept together: of one group, kept or not as a whole, independent
-            coins say 0.06 of bias where it is 0.51.
+        score: [n], for the growth of the variance; None: all equal.
+        pairs_known: whether the draw can be repeated. It cannot for a user's own design, of which only each row's
+            probability is known: a ratio form's mean depends on which rows are kept together. For one group that is
+            kept or dropped as a whole, independent coins would give a bias of 0.06 where it is 0.51.
     """
     note = "; ".join(filter(None, (note, _cap_note(draw, estimator, max_weight))))
     label = label or label_of_draw(draw, estimator, max_weight)
@@ -82,18 +82,18 @@ def weigh(
         known = pairs_known or _is_inverse(estimator, draw.fixed_size)
         mean = mean_weight(draw, estimator, max_weight) if known else np.full(len(draw.kept), np.nan)
 
-    def again(rng: np.random.Generator, count: int) -> FloatArray:
-        return _weights(draw.again(rng, count), estimator, max_weight)
+    def redraw(rng: np.random.Generator, count: int) -> FloatArray:
+        return _weights(draw.redraw(rng, count), estimator, max_weight)
 
-    return replace(selection, mean_weight=mean, again=again if pairs_known else None)
+    return replace(selection, mean_weight=mean, redraw=redraw if pairs_known else None)
 
 
 def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
-    """[n] E[weight], 1 where a row is never kept, by drawing again: no delta method holds for two or three rows.
+    """[n] E[weight], or 1 if a row is never kept, by repeated draws: a delta method fails for two or three rows.
 
-    E[1/pi; kept] = 1 is known, so what remains of chance is that of the ratio forms' divisor alone.
+    Divides by the draws' own mean of 1/pi, whose expectation is 1, so that only the ratio forms' divisor adds noise.
     """
-    many = draw.again(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
+    many = draw.redraw(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
     plain = horvitz_thompson(many).mean(axis=0)
     mean = _weights(many, estimator, max_weight).mean(axis=0)
     relative: FloatArray = np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
@@ -101,18 +101,18 @@ def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
 
 
 def draws_enough(rows: int) -> int:
-    """Further draws to make of so many rows: with 8 the mean of a ratio is within 0.5 %, with 16,000 within 0.2 %."""
+    """How many draws to repeat: a ratio's mean is then within 0.5 % for 8 rows, and within 0.2 % for 16,000."""
     return min(4096, (1 << 18) // max(rows, 1) + 32)
 
 
 def _weights(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
-    """Of one draw [n] or many [draws, n], capped."""
+    """Capped weights of one draw [n] or of many [draws, n]."""
     capped: FloatArray = np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf)
     return capped
 
 
 def weigh_by(policy: Policy, draw: Draw, **more: Any) -> Selection:
-    """`weigh` with the estimator and the cap of a policy's settings; `more` are its other arguments."""
+    """`weigh` with the name, estimator and cap of a policy; `more` are its other arguments."""
     config = policy.config
     return weigh(draw, name=policy.name, estimator=config.estimator, max_weight=config.max_weight, **more)
 
@@ -126,14 +126,14 @@ def weigh_biased(
     label: Label | None = None,
     score: FloatArray | None = None,
 ) -> Selection:
-    """A factor (scalar or [n]) on the kept elements of a draw that no weight can make unbiased.
+    """The selection of a draw that no weight can make unbiased: its kept rows are weighted by `scale`, scalar or [n].
 
     Args:
-        label, score: as for `weigh`; without a label, exact where the design keeps everything with factor 1.
+        label, score: as for `weigh`; without a label, exact if the design keeps everything with factor 1, else biased.
     """
     everything = bool(np.all(draw.inclusion_prob == 1.0) and np.all(np.asarray(scale) == 1.0))
-    given: Label = label or ("exact" if everything else "biased")
-    selection = _selection(draw, name, np.where(draw.kept, scale, 0.0), given, "" if given == "exact" else note, score)
+    label = label or ("exact" if everything else "biased")
+    selection = _selection(draw, name, np.where(draw.kept, scale, 0.0), label, "" if label == "exact" else note, score)
     return replace(selection, mean_weight=draw.inclusion_prob * scale)
 
 
@@ -147,18 +147,18 @@ def _selection(
 
 
 def _cap_note(draw: Draw, estimator: str, max_weight: float) -> str:
-    """What the cap can do to this draw, from the probabilities."""
+    """Why the label is biased, if the cap can bind under this design; else empty."""
     if not _can_bind(max_weight, largest := largest_weight(draw, estimator)):
         return ""
     return f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
 
 
 LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")
-"""From the best to the worst."""
+"""From best to worst."""
 
 
 def worst(labels: Iterable[Label]) -> Label:
-    """The last of `labels` in the order of `LABELS`; `exact` without any."""
+    """The worst of `labels`; `exact` if there are none."""
     return max(labels, key=LABELS.index, default="exact")
 
 
@@ -168,13 +168,13 @@ def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, ma
     Args:
         estimator: ht, fixed_size_ht or hajek.
         fixed_size: every draw keeps the same number, whatever is offered.
-        least_prob: no probability is below this where there is gradient, in (0, 1].
-        max_weight: the cap; 0 for none.
+        least_prob: smallest probability of a row with gradient, in (0, 1].
+        max_weight: the cap; 0: none.
 
-    Example: ht with min_inclusion_prob = 0.05 makes weights up to 20. A cap of 20 never acts: unbiased. A cap of 10
+    Example: ht with min_inclusion_prob = 0.05 gives weights up to 20. A cap of 20 never binds: unbiased. A cap of 10
     can: biased.
     """
-    # The ratio forms divide by what the draw kept; with one element kept its weight is about n, so any cap can act.
+    # The ratio forms divide by what the draw kept. A single kept element has a weight of about n, so any cap can bind.
     largest = 1.0 / least_prob if _is_inverse(estimator, fixed_size) else np.inf
     return _label(estimator, fixed_size, max_weight, largest)
 
@@ -193,22 +193,22 @@ def _label(estimator: str, fixed_size: bool, max_weight: float, largest: float) 
 
 
 def _is_inverse(estimator: str, fixed_size: bool) -> bool:
-    """Its weights are 1/pi, whatever was kept."""
+    """Whether the estimator's weights are 1/pi, whatever was kept."""
     return estimator == "ht" or (estimator == "fixed_size_ht" and fixed_size)
 
 
 def _can_bind(max_weight: float, largest: float) -> bool:
-    """Whether a cap (0 for none) is below a weight that can occur."""
+    """Whether a cap (0: none) is below the largest weight."""
     return 0 < max_weight < largest * (1.0 - 1e-12)
 
 
 def largest_weight(draw: Draw, estimator: str) -> float:
-    """An upper bound of the weights that any draw from this design can give, attained by independent draws.
+    """An upper bound on the weights of any draw from this design; independent draws attain it.
 
     Reads the probabilities, `fixed_size` and `least_kept` of `draw`, not what was kept.
 
-    Example: pi = (0.5, 0.5, 0.5, 0.5) by independent coins. ht: 2. Hajek: 4, where one alone is kept and stands for
-    all. fixed_size_ht: 2 x 2 / 1 = 4 likewise.
+    Example: pi = (0.5, 0.5, 0.5, 0.5) with independent coins. ht: 2. Hajek: 4, when a single row is kept and stands for
+    all. fixed_size_ht: 2 x 2 / 1 = 4 in the same case.
     """
     supported: FloatArray = draw.inclusion_prob[draw.inclusion_prob > 0]
     if not len(supported):
@@ -218,7 +218,7 @@ def largest_weight(draw: Draw, estimator: str) -> float:
         return float(inverse.max())
     chance = supported < 1.0
     certain = int((~chance).sum())
-    # given that a row is kept, so many are: the certain ones, itself, and what the design always keeps beside them
+    # fewest rows kept, given that this row is: the certain ones and itself, or what the design always keeps
     count = np.maximum(certain + chance, max(draw.least_kept, 1))
     if estimator == "fixed_size_ht":
         return float(np.max(float(supported.sum()) / count * inverse))

@@ -1,5 +1,5 @@
-"""All the choosing of a step: `arrays` is what goes in and out, `coefficients` what a completion counts before any is
-dropped, `selector` the order of the choices and the state between steps."""
+"""All selection of a step: `arrays` holds its inputs and outputs, `coefficients` computes advantages and divisors
+before anything is dropped, `selector` orders the choices and keeps the state between steps."""
 
 from dppo_megatron.selection.arrays import PromptDraw, Rollouts, TrainSelection
 from dppo_megatron.selection.selector import Selector

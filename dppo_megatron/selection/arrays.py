@@ -1,7 +1,7 @@
 """What goes into a step's selection and what comes out of it: arrays, and nothing else.
 
-Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay where they were made. Optimizer
-mini-batches are drawn independently of each other; `merge` makes one selection of theirs.
+Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay on the ranks that hold them. Optimizer
+mini-batches are drawn independently of each other; `merge` combines their selections.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ class PromptDraw:
     minibatch: IntArray
     """[K] optimizer mini-batch that each was assigned to; 0 in a refill round, whose groups are assigned at the end."""
     planned_prob: FloatArray
-    """[K] with which each would have been drawn, had nothing kept the method from skipping."""
+    """[K] probability with which each would have been drawn if the method had skipped."""
     size: IntArray
     """[K] completions to sample of each."""
     limits: IntArray
-    """[K, G] tokens at which each completion is stopped early; [K, 0] where none is."""
+    """[K, G] tokens at which each completion is stopped early; [K, 0] if early stopping is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """What came back, as arrays; groups in the order in which their prompts were chosen. Groups of several sizes are as
-    wide as the widest may be, and what was not asked for is unfinished."""
+    """The outcome of a rollout; groups in the order in which their prompts were chosen. With groups of several sizes,
+    G is the largest size allowed, and completions that were not requested are unfinished."""
 
     rewards: FloatArray
-    """[K, G], NaN where there is none: the grader failed, or the completion is unfinished."""
+    """[K, G], NaN if there is none: the grader failed, or the completion is unfinished."""
     lengths: IntArray
     """[K, G] completion tokens."""
     logit_grad_norm: FloatArray
     """[K, G] root of the sum of squared (1 - p) of the sampled tokens."""
     prompt_tokens: IntArray | None = None
-    """[K] tokens of each prompt; None where it was not recorded: completions then count alone in a micro-batch."""
+    """[K] tokens of each prompt; None if not recorded: only completions then count in a micro-batch."""
     truncated: BoolArray | None = None
-    """[K, G] generation ran into max_completion_tokens. None where it was not recorded: completions of that length."""
+    """[K, G] generation reached max_completion_tokens. None if not recorded: completions of that length count as so."""
     unfinished: BoolArray | None = None
-    """[K, G] never sampled to its end. None where it was not recorded: those without tokens and reward."""
+    """[K, G] generation never finished. None if not recorded: completions without tokens and reward count as so."""
     by_chance: BoolArray | None = None
-    """[K, G] what came in the way of its reward cannot depend on what it says. None: nothing is known to be so."""
+    """[K, G] the cause of a missing reward cannot depend on the completion's content. None: not known of any."""
     stands_for: FloatArray | None = None
-    """[K, G] what each counts for those that were stopped early, 0 of these, without a reward. None: none could be."""
+    """[K, G] weight of each completion that makes up for those stopped early, which have 0. None: none could be."""
 
     @property
     def stopped(self) -> BoolArray:
@@ -69,13 +69,13 @@ class Rollouts:
         return np.zeros(self.rewards.shape, np.bool_) if self.stands_for is None else self.stands_for == 0
 
     def counted(self, values: FloatArray) -> FloatArray:
-        """[K, G] `values` times what each completion counts: 0 of those that were stopped, even where NaN."""
+        """[K, G] `values` times `stands_for`: 0 for completions that were stopped, even if the value is NaN."""
         return values if self.stands_for is None else np.where(self.stopped, 0.0, values * self.stands_for)
 
-    def of_asked(self, asked: BoolArray) -> Rollouts:
-        """What was never asked for was not stopped either."""
+    def with_unrequested(self, requested: BoolArray) -> Rollouts:
+        """Completions that were never requested do not count as stopped."""
         stands_for = self.stands_for
-        return self if stands_for is None else replace(self, stands_for=np.where(asked, stands_for, 1.0))
+        return self if stands_for is None else replace(self, stands_for=np.where(requested, stands_for, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class TrainSelection:
 
     kept: BoolArray
     weight: FloatArray
-    """Product of the weights of every selection a completion survived; 0 where not kept."""
+    """Product of the weights of all selections; 0 where not kept."""
     advantages: FloatArray
     denominator: FloatArray
     minibatch: IntArray
-    """Optimizer mini-batch, 0 to updates_per_step - 1; groups are whole."""
+    """Optimizer mini-batch, 0 to updates_per_step - 1; a group is never split."""
     ledger: tuple[LedgerRow, ...]
     metrics: dict[str, float]
     counts: StepCounts
@@ -96,37 +96,36 @@ class TrainSelection:
     effect: Effect | None
     """What skipping prompts has done to the variance so far; None: not measured."""
     offered: IntArray
-    """Nominal prompts of the step, refills included; those not rolled out too."""
+    """All nominal prompts of the step, refills and skipped prompts included."""
     prompts: PromptDraw
     completion_prob: FloatArray
-    """Inclusion probability of each completion given its group, before it was sampled: times that of its end where it
-    may be stopped early. NaN where it was not up for the draw: its group does not go on, or it was filtered."""
+    """Inclusion probability of each completion given its group, times the probability that it finishes if it may be
+    stopped early. NaN if it took no part in the draw: its group was not kept, or it was filtered."""
     has_support: bool
-    """Every prompt, and every completion with gradient, could be kept. A fixed rule that leaves some out makes it
-    False."""
+    """Every prompt, and every completion with gradient, could be kept. False with a fixed rule that excludes some."""
     zero_carries: bool
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
     missing_weight: FloatArray
-    """[K] factor in `weight` of each group's completions, for those that are missing."""
+    """[K] factor in `weight` of each group's completions that makes up for missing ones."""
     unforeseen: tuple[LedgerRow, ...]
-    """The row of missing completions where this step is the first to lose any of that kind; `ledger` has it from the
-    next step on, in every draw."""
+    """The row of missing completions, if this step is the first to lose any of that kind; from the next step on it is
+    in `ledger`, in every draw."""
     prior: FloatArray | None = None
     """[offered, 2] Beta parameters of each offered prompt's reward before the step; None: no advantage reads them."""
 
     @property
     def recorded_ledger(self) -> tuple[LedgerRow, ...]:
-        """The ledger with what nobody could foresee."""
+        """The ledger, with the unforeseen row in place of its own of that name."""
         names = {row.name for row in self.unforeseen}
         return tuple(row for row in self.ledger if row.name not in names) + self.unforeseen
 
     @property
     def figure_weight(self) -> FloatArray:
-        """[K * G] what the tokens of a kept completion count in figures of the policy.
+        """[K * G] weight of a kept completion's tokens in metrics of the policy.
 
-        1 / probability where it carries gradient, else 0: sums with it are unbiased for the completions that carry
-        gradient among all that were rolled out, and those of prompts that were skipped by chance. Without support 1:
-        the figures are of what was kept, and are called so.
+        1 / probability if it carries gradient, else 0. Sums with this weight are unbiased for all completions that
+        carry gradient, rolled out or of prompts skipped by chance. Without support the weight is 1: the metrics then
+        describe what was kept, and their names say so.
         """
         if not self.has_support:
             return self.kept.astype(np.float64)
@@ -137,7 +136,7 @@ class TrainSelection:
 
 
 def join(chosen: list[PromptDraw]) -> PromptDraw:
-    """One selection of prompts from those of mini-batches and rounds, in their order."""
+    """Concatenates the prompts of mini-batches and refill rounds, in order."""
     names = [one.name for one in fields(PromptDraw)]
     return PromptDraw(*(np.concatenate([getattr(one, name) for one in chosen]) for name in names))
 
@@ -151,7 +150,7 @@ def completion_batch(
     trainable: BoolArray,
     num_nominal: int,
 ) -> CompletionBatch:
-    """The trainable completions [n] of the whole step; `group_weight` [K] beside their prompts'."""
+    """The trainable completions [n] of the whole step; `group_weight` [K] multiplies the prompts' weights."""
     everything = CompletionBatch.of_groups(
         prompts.prompt_index,
         rewards=rollouts.rewards,
@@ -169,17 +168,17 @@ def completion_batch(
 
 
 def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
-    """The rows of one of `parts` equal mini-batches, its groups numbered from 0 without gaps."""
+    """The rows of one of `parts` equal mini-batches, with groups numbered from 0 without gaps."""
     taken = batch.take(rows)
     labels: IntArray = np.unique(taken.group, return_inverse=True)[1].astype(np.int64)
     return replace(taken, group=labels, num_nominal=batch.num_nominal // parts)
 
 
 def merge(parts: list[Selection], order: IntArray) -> Selection:
-    """One selection; `order` puts the concatenated rows of `parts` into place.
+    """Combines the selections of mini-batches; `order` puts their concatenated rows into place.
 
-    Tokens add up; other figures are those of all rows together. Ledger rows of one name become one, with the worst
-    label.
+    Token metrics are added; other metrics are averaged over all rows. Ledger rows of one name become one row, with the
+    worst label.
     """
     if len(parts) == 1:
         return parts[0]
@@ -187,23 +186,23 @@ def merge(parts: list[Selection], order: IntArray) -> Selection:
     return Selection(
         **{name: column[order] for name, column in _columns(parts).items()},
         ledger=_merge_rows([(row, len(part.kept)) for part in parts for row in part.ledger]),
-        metrics={name: _figure(name, parts) for name in dict.fromkeys(name for part in parts for name in part.metrics)},
+        metrics={name: _metric(name, parts) for name in dict.fromkeys(name for part in parts for name in part.metrics)},
         growth=float(np.mean([part.growth for part in parts])),
         kept_cost=float(np.mean(costs)) if costs else None,
         effect=next((part.effect for part in parts if part.effect is not None), None),
     )
 
 
-def _figure(name: str, parts: list[Selection]) -> float:
-    mine = [part for part in parts if name in part.metrics]
-    values, rows = [part.metrics[name] for part in mine], [len(part.kept) for part in mine]
+def _metric(name: str, parts: list[Selection]) -> float:
+    having = [part for part in parts if name in part.metrics]
+    values, rows = [part.metrics[name] for part in having], [len(part.kept) for part in having]
     if name.endswith("_tokens"):
         return float(sum(values))
     return float(np.average(values, weights=rows if any(rows) else None))
 
 
 def with_refills(planned: Selection, refills: list[Selection]) -> Selection:
-    """All rows of a step; ledger and figures stay those of `planned`, the first round."""
+    """All rows of a step; ledger and metrics stay those of `planned`, the first round."""
     return replace(planned, **_columns([planned, *refills]))
 
 
@@ -213,26 +212,26 @@ def _columns(parts: list[Selection]) -> dict[str, Any]:
 
 
 def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
-    """One row a name, from rows and how many elements each was about."""
+    """One row per name, from (row, number of elements it describes)."""
     merged = []
     for name in dict.fromkeys(row.name for row, _ in rows):
-        mine = [(row, count) for row, count in rows if row.name == name]
-        offered = sum(count for _, count in mine)
-        kept = sum(row.kept_fraction * count for row, count in mine) / offered if offered else 1.0
-        notes = "; ".join(dict.fromkeys(row.note for row, _ in mine if row.note))
-        merged.append(LedgerRow(name, kept, worst(row.label for row, _ in mine), notes))
+        same_name = [(row, count) for row, count in rows if row.name == name]
+        offered = sum(count for _, count in same_name)
+        kept = sum(row.kept_fraction * count for row, count in same_name) / offered if offered else 1.0
+        notes = "; ".join(dict.fromkeys(row.note for row, _ in same_name if row.note))
+        merged.append(LedgerRow(name, kept, worst(row.label for row, _ in same_name), notes))
     return tuple(merged)
 
 
-def placed(values: NDArray[T], rows: IntArray, rollouts: Rollouts, elsewhere: bool | float) -> NDArray[T]:
-    """[K G] the `values` [n] of the trainable completions `rows`."""
-    found = np.full(rollouts.rewards.size, elsewhere, dtype=values.dtype)
-    found[rows] = values
-    return found
+def to_all_rows(values: NDArray[T], rows: IntArray, rollouts: Rollouts, fill: bool | float) -> NDArray[T]:
+    """[K * G] the `values` [n] of the trainable completions `rows` [n], and `fill` for the others."""
+    every = np.full(rollouts.rewards.size, fill, dtype=values.dtype)
+    every[rows] = values
+    return every
 
 
 def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trained: IntArray) -> StepCounts:
-    """`trained`: the lengths of what is trained."""
+    """`trained`: the lengths of the completions that are trained on."""
     return StepCounts(
         prompts_considered=len(offered.kept),
         prompts_generated=int(offered.kept.sum()),
@@ -243,19 +242,19 @@ def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trai
     )
 
 
-def was_asked(rollouts: Rollouts, asked: IntArray) -> BoolArray:
-    """[K, G], of the number [K] that was asked for of each prompt."""
-    found: BoolArray = np.arange(rollouts.rewards.shape[1]) < asked[:, None]
-    return found
+def was_requested(rollouts: Rollouts, sizes: IntArray) -> BoolArray:
+    """[K, G] whether each completion was requested, given the number [K] requested of each prompt."""
+    requested: BoolArray = np.arange(rollouts.rewards.shape[1]) < sizes[:, None]
+    return requested
 
 
-def reward_figures(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
-    """Each group [K] counts as the full ones that it stands for."""
+def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, stands_for: FloatArray) -> dict[str, float]:
+    """`reward/*`; `stands_for` [K] weights each group, to make up for missing completions and groups."""
     rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
-    failed = ~graded & ~rollouts.stopped & was_asked(rollouts, prompts.size)
+    failed = ~graded & ~rollouts.stopped & was_requested(rollouts, prompts.size)
     unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
     prompt_prob = prompts.inclusion_prob / stands_for
-    # no estimator's weights, and no cap
+    # 1/pi, whatever estimator and cap the training weights use
     weight = np.where(graded, rollouts.counted(1.0 / prompt_prob[:, None] * np.ones(rewards.shape)), 0.0)
     return {
         # weighted, because the generated prompts are a sample of the considered ones

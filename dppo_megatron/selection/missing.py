@@ -1,21 +1,20 @@
-"""Completions of which no reward came: what the others of their group count for, and what that does to the estimate.
+"""Missing completions, those without a reward: weights that make up for them, and what that does to the estimate.
 
-A missing completion costs itself. Of a group of G with m left, G / m times the sum over the m is the sum over the G in
-the mean, if which ones are missing is no matter of what they say: the baseline over the m is a mean over their pairs,
-and all pairs are left equally often. That needs no rate and looks at nothing beyond the group, so it holds whatever is
-pruned. It does not hold for what is no sum over pairs: fewer rewards have a smaller deviation, by how much depends on
-the pass rate; a clip goes by the sign of what it multiplies; under a bounded ratio the mean of a baseline counts, and
-`posterior_loo`'s goes by how many there are. (A group that was asked for in another size, `group_sizes`, is of the same
-kind with nothing missing.) Groups with fewer than two left have no baseline and are lost;
-the others stand for them by the share of groups that was lost in *earlier* steps, which no draw of this step can move.
-Nothing is sampled again.
+If m of a group's G completions are left, G / m times the sum over the m has the expectation of the sum over all G, if
+which ones are missing does not depend on their content: with a baseline over the m it is a sum over pairs, and all
+pairs are equally likely to be left. This needs no loss rate and nothing beyond the group, so it holds whatever is
+pruned. It fails for what is not a sum over pairs: fewer rewards have a smaller deviation, by an amount that depends on
+the pass rate; a clip depends on the sign of what it multiplies; with a bounded ratio the mean of the baseline matters,
+and `posterior_loo`'s depends on the number of rewards. (All this applies to groups requested in another size,
+`group_sizes`, with nothing missing.) Groups with fewer than two left have no baseline and are lost. Others are weighted
+up for them by the share lost in *earlier* steps, which no draw of this step can change. Nothing is sampled again.
 
-What can depend on the answer (a time-out, a grader that fails on what it reads) is weighted likewise, which mends the
-gradient's length, and labelled biased: no weight makes long answers out of short ones. What is said to be by chance is
-tested against its length (`Missing.along`): a judge that goes down late in a step fails those that took longest.
+A loss that can depend on the answer (a time-out, a grader that fails on what it reads) is weighted the same way, which
+corrects the gradient's length, and labelled biased: no weight turns short answers into long ones. Losses declared to be
+by chance are tested against length (`Missing.deviations`): a judge that fails late in a step loses long completions.
 
-A label is a promise about every draw, so it is made before the draw: by the settings, and by what earlier steps have
-lost, to the end of the run. The first step that loses something cannot have known; its record has the row all the same.
+A label is a promise about every draw, so it is made before the draw: by the settings, and by what earlier steps of the
+run have lost. The first step that loses something could not foresee it; its record has the row all the same.
 """
 
 from __future__ import annotations
@@ -29,82 +28,81 @@ import numpy as np
 
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.monitors import relative_deviation
-from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_asked
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_requested
 from dppo_megatron.selection.bias import BiasSource
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, mean_of_sums
 
 NAME = "rollout/missing"
 MOST_LOST = 0.5
-"""Of the groups: a share above it is made up for as if it were this, or a judge's outage would blow up the steps after
-it."""
-Known: TypeAlias = Literal["", "ratio", "biased"]
-"""Worst that has been lost: nothing; by chance only; by what may depend on the answer."""
-KNOWN: tuple[Known, ...] = ("", "ratio", "biased")
+"""A larger lost share of groups is treated as this, or a judge's outage would blow up the weights of later steps."""
+LossLabel: TypeAlias = Literal["", "ratio", "biased"]
+"""For the worst loss: nothing lost; lost by chance only; lost for a reason that may depend on the answer."""
+LOSS_LABELS: tuple[LossLabel, ...] = ("", "ratio", "biased")
 _DECAY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
-    """What earlier steps have lost, saved with the selection."""
+class PastLosses:
+    """What earlier steps have lost. Saved with the selection."""
 
     lost_share: tuple[float, ...]
-    """For each training set, the running mean of the share of its groups with fewer than two rewards: where one set's
-    judge is down, others' groups cannot stand for its own."""
-    known: Known = ""
+    """For each training set, the running mean of the share of its groups with fewer than two rewards. Separate, because
+    if one set's judge is down, other sets' groups cannot replace its own."""
+    known: LossLabel = ""
 
-    def then(self, missing: Missing, prompt_weight: FloatArray, set_of: IntArray) -> Past:
-        """After a step whose prompts, of the sets [K], had weights [K]: those that are rarely drawn count in full."""
-        lost = self.now(~missing.usable, prompt_weight, set_of)
+    def after(self, missing: Missing, prompt_weight: FloatArray, set_of: IntArray) -> PastLosses:
+        """With one more step, whose prompts [K] had these weights (so rarely drawn ones count in full) and sets."""
+        lost = self.shares_of_step(~missing.usable, prompt_weight, set_of)
         shares = tuple(_DECAY * old + (1.0 - _DECAY) * new for old, new in zip(self.lost_share, lost, strict=True))
-        return Past(shares, max(self.known, missing.now, key=KNOWN.index))
+        return PastLosses(shares, max(self.known, missing.observed, key=LOSS_LABELS.index))
 
-    def now(self, lost: BoolArray, prompt_weight: FloatArray, set_of: IntArray) -> list[float]:
-        """For each set the share of a step's groups [K] that is lost; where it has none, that of before."""
+    def shares_of_step(self, lost: BoolArray, prompt_weight: FloatArray, set_of: IntArray) -> list[float]:
+        """For each set, the weighted share of a step's groups [K] that is lost; the past share if it had no groups."""
         of_sets = [prompt_weight * (set_of == index) for index in range(len(self.lost_share))]
-        totals = zip(of_sets, self.lost_share, strict=True)
-        return [float(mine @ lost) / float(mine.sum()) if mine.sum() > 0 else share for mine, share in totals]
+        pairs = zip(of_sets, self.lost_share, strict=True)
+        return [float(weight @ lost) / float(weight.sum()) if weight.sum() > 0 else share for weight, share in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Which completions of a step [K, G] have a reward, and what they stand for."""
+    """Which completions of a step [K, G] have a reward, and the weights that make up for the others."""
 
-    there: BoolArray
-    """[K, G]; none of a group with fewer than two."""
+    present: BoolArray
+    """[K, G] has a reward, in a usable group."""
     usable: BoolArray
-    """[K] not lost: two or more have a reward, or were stopped early."""
+    """[K] not lost: two or more have a reward or were stopped early."""
     weight: FloatArray
-    """[K] of what is there, in place of the full group and of the groups without any."""
+    """[K] weight of present completions that makes up for the rest of the full group and for lost groups."""
     in_group: FloatArray
-    """[K] of what is there, in place of what was asked for of its group."""
+    """[K] weight of present completions that makes up for the others requested in their group."""
     source: BiasSource
-    known: Known
+    foreseen: LossLabel
     """The row's label before the draw."""
-    now: Known
-    """The label of what this step has lost."""
-    along: dict[str, float]
-    """For the test of what is said to be by chance, see `DeclaredTest`."""
+    observed: LossLabel
+    """The label for what this step has lost."""
+    deviations: dict[str, float]
+    """Input of the `DeclaredTest` of losses that are declared to be by chance."""
     metrics: dict[str, float]
 
     def estimated(self, values: FloatArray) -> FloatArray:
-        """[K, G] `values` with those that are not there as the mean of their group's, or of all."""
-        return np.where(self.there, values, _of_mates(values, self.there))
+        """[K, G] `values`; those of missing completions are the mean over their group, or over all if it has none."""
+        return np.where(self.present, values, _mean_of_mates(values, self.present))
 
 
 def with_lengths(rollouts: Rollouts, usual: float) -> Rollouts:
-    """What was never sampled to its end with the length of its group mates, where divisors and the history read one.
+    """Gives unfinished completions the mean length of their group mates, for divisors and the history.
 
     Args:
-        usual: tokens, where nothing of the step is known; 0: not known either.
+        usual: tokens to assume if no completion of the step finished; 0: unknown.
     """
     if rollouts.unfinished is None:
-        open_ones = np.isnan(rollouts.rewards) & (rollouts.lengths == 0)
+        unfinished = np.isnan(rollouts.rewards) & (rollouts.lengths == 0)
     else:
-        open_ones = rollouts.unfinished
-    if not open_ones.any():
+        unfinished = rollouts.unfinished
+    if not unfinished.any():
         return rollouts
-    mates = np.nan_to_num(_of_mates(rollouts.lengths.astype(np.float64), ~open_ones), nan=usual)
-    lengths = np.where(open_ones, np.maximum(np.maximum(np.rint(mates), rollouts.lengths), 1.0), rollouts.lengths)
+    mates = np.nan_to_num(_mean_of_mates(rollouts.lengths.astype(np.float64), ~unfinished), nan=usual)
+    lengths = np.where(unfinished, np.maximum(np.maximum(np.rint(mates), rollouts.lengths), 1.0), rollouts.lengths)
     return replace(rollouts, lengths=lengths.astype(np.int64))
 
 
@@ -112,121 +110,120 @@ def missing_of(
     rollouts: Rollouts,
     prompts: PromptDraw,
     set_of: IntArray,
-    past: Past,
+    past: PastLosses,
     usual: int,
     *,
     same_at_any_size: bool,
     stands_for_lost: bool,
     refuted: str,
 ) -> Missing:
-    """Of a step's rollouts, `with_lengths`.
+    """What is missing in a step's rollouts, which have gone through `with_lengths`.
 
     Args:
         set_of: [K] the training set of each prompt.
-        past: what the steps before this one have lost.
-        usual: G, in whose place each group stands.
-        same_at_any_size: groups of all sizes have the same expected gradient; else what is left of one has another,
-            though it is missing by chance.
-        stands_for_lost: groups without a baseline are made up for here; not where groups are asked for until there are
-            enough.
-        refuted: why earlier steps' by chance is not believed; empty if it is.
+        past: what earlier steps have lost.
+        usual: G, the group size that every group is weighted to represent.
+        same_at_any_size: groups of all sizes have the same expected gradient; if not, losses by chance change it too.
+        stands_for_lost: make up for groups without a baseline; False if groups are refilled until there are enough.
+        refuted: why losses declared to be by chance are not believed, from earlier steps; empty if they are.
     """
-    graded, asked = ~np.isnan(rollouts.rewards), prompts.size
+    graded, sizes = ~np.isnan(rollouts.rewards), prompts.size
     stopped = rollouts.stopped
-    lost = ~graded & ~stopped & was_asked(rollouts, asked)
-    left, count = (graded | stopped).sum(axis=1), int(asked.sum())
+    lost = ~graded & ~stopped & was_requested(rollouts, sizes)
+    left, count = (graded | stopped).sum(axis=1), int(sizes.sum())
     usable = left >= 2
     share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
     weight = np.where(usable, usual / np.maximum(left, 1), 1.0) * lost_weight
-    in_group = np.where(usable, asked / np.maximum(left, 1), 1.0)
-    said = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
-    by_chance = said & (not refuted)
-    chosen = lost & ~by_chance
-    share = np.where(chosen, 1.0 / prompts.inclusion_prob[:, None], 0.0)
-    mates = np.nan_to_num(_of_mates(rollouts.rewards, graded))
+    in_group = np.where(usable, sizes / np.maximum(left, 1), 1.0)
+    declared = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
+    by_chance = declared & (not refuted)
+    by_content = lost & ~by_chance
+    share = np.where(by_content, 1.0 / prompts.inclusion_prob[:, None], 0.0)
+    mates = np.nan_to_num(_mean_of_mates(rollouts.rewards, graded))
     figures = {
         "missing_count": float(lost.sum()),
-        "missing_biased_count": float(chosen.sum()),
+        "missing_biased_count": float(by_content.sum()),
         "missing_groups": float((~usable).sum()),
         "missing_reward_mean": mean_of_sums(float((share * mates).sum()), float(share.sum())),
         "missing_tokens_mean": mean_of_sums(float((share * rollouts.lengths).sum()), float(share.sum())),
     }
     capped = stands_for_lost and max(past.lost_share) > MOST_LOST
-    mixed = bool((asked != usual).any())  # small groups are lost more often, and all stand for them alike
+    mixed = bool((sizes != usual).any())  # small groups are lost more often, but all groups are weighted up equally
     uneven = mixed and stands_for_lost and max(past.lost_share) > 0
-    least: Known = "ratio" if same_at_any_size else "biased"
-    seen: Known = max(past.known, least, key=KNOWN.index) if past.known else ""
-    known: Known = "biased" if refuted or capped or uneven else seen
-    now: Known = "biased" if chosen.any() or (mixed and not usable.all()) else least if lost.any() else ""
-    label = max(known, now, key=KNOWN.index)
+    least: LossLabel = "ratio" if same_at_any_size else "biased"
+    from_past: LossLabel = max(past.known, least, key=LOSS_LABELS.index) if past.known else ""
+    foreseen: LossLabel = "biased" if refuted or capped or uneven else from_past
+    observed: LossLabel = "biased" if by_content.any() or (mixed and not usable.all()) else least if lost.any() else ""
+    label = max(foreseen, observed, key=LOSS_LABELS.index)
     source = BiasSource(())
     if label:
         note = _note(figures, count, refuted, mixed=mixed, same_at_any_size=same_at_any_size)
         row = LedgerRow(NAME, float(left.sum()) / max(count, 1), label, note)
-        by_chance_alone = ~usable & ~chosen.any(axis=1)
-        share_now = np.array(past.now(by_chance_alone, 1.0 / prompts.inclusion_prob, set_of))[set_of]
+        by_chance_alone = ~usable & ~by_content.any(axis=1)
+        share_now = np.array(past.shares_of_step(by_chance_alone, 1.0 / prompts.inclusion_prob, set_of))[set_of]
         mean = np.where(stands_for_lost & (share_now > 0), lost_weight * (1.0 - share_now), 1.0)
-        source = _source(row, chosen, by_chance, left, mean, same_at_any_size=same_at_any_size)
+        source = _source(row, by_content, by_chance, left, mean, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
-    along = _against_length(rollouts.lengths, graded, said)
-    return Missing(graded & usable[:, None], usable, weight, in_group, source, known, now, along, metrics)
+    deviations = _length_deviation(rollouts.lengths, graded, declared)
+    present = graded & usable[:, None]
+    return Missing(present, usable, weight, in_group, source, foreseen, observed, deviations, metrics)
 
 
 def _source(
-    row: LedgerRow, chosen: BoolArray, by_chance: BoolArray, left: IntArray, mean: FloatArray, *, same_at_any_size: bool
+    row: LedgerRow, lost: BoolArray, by_chance: BoolArray, left: IntArray, mean: FloatArray, *, same_at_any_size: bool
 ) -> BiasSource:
-    """`chosen` and `by_chance` [K, G]; `left` [K] of each group; `mean` [K] what a group counts over what is lost by
-    chance, for which the share of earlier steps stands: less than 1 where those lost fewer, 1 where this lost none."""
+    """[K, G] `lost`, for a reason that may depend on content, and lost `by_chance`; [K] completions `left`; [K] `mean`
+    factor over losses by chance: below 1 if earlier steps lost fewer groups than this one, 1 if this one lost none."""
     if by_chance.any() and not same_at_any_size:
         return BiasSource((row,), unknown="how fewer rewards change a gradient depends on their chances")
-    stands_in = 1.0 + chosen.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
-    gone = chosen | (chosen.any(axis=1) & (left < 2))[:, None]
+    stands_in = 1.0 + lost.sum(axis=1, keepdims=True) / np.maximum(left, 1)[:, None]
+    gone = lost | (lost.any(axis=1) & (left < 2))[:, None]
     return BiasSource((row,), np.where(gone, 0.0, np.where(by_chance, 1.0, stands_in) * mean[:, None]))
 
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:
-    """The ledger with the label that was known before the draw, and the row as it turned out, if that is worse."""
+    """The ledger with the label that was known before the draw, and the row as observed if that label is worse."""
     foreseen: list[LedgerRow] = []
     for row in ledger:
         if row.name != NAME:
             foreseen.append(row)
-        elif missing.known:
-            foreseen.append(replace(row, label=missing.known))
-    worse = KNOWN.index(missing.now) > KNOWN.index(missing.known)
+        elif missing.foreseen:
+            foreseen.append(replace(row, label=missing.foreseen))
+    worse = LOSS_LABELS.index(missing.observed) > LOSS_LABELS.index(missing.foreseen)
     return tuple(foreseen), tuple(row for row in ledger if worse and row.name == NAME)
 
 
-def _against_length(lengths: IntArray, graded: BoolArray, said: BoolArray) -> dict[str, float]:
-    """How much longer than their mates those are that are `said` to be missing by chance: within each group any of
-    them is as likely to be missing as another, which is what makes it chance. Arguments [K, G]."""
-    offered = graded | said
-    pi = said.sum(axis=1) / np.maximum(offered.sum(axis=1), 1)
+def _length_deviation(lengths: IntArray, graded: BoolArray, declared: BoolArray) -> dict[str, float]:
+    """How much longer than their mates the completions are that are `declared` missing by chance: if it is chance, all
+    of a group are equally likely to be missing. Arguments [K, G]."""
+    offered = graded | declared
+    pi = declared.sum(axis=1) / np.maximum(offered.sum(axis=1), 1)
     mixed = (pi > 0) & (pi < 1)
     if not mixed.any():
         return {}
     among, known = offered[mixed], np.where(offered, lengths, np.nan)[mixed]
     direction = np.sign(known - np.nanmedian(known, axis=1, keepdims=True))
     each = np.broadcast_to(pi[mixed, None], among.shape)
-    return {"tokens": relative_deviation(direction[among], said[mixed][among], each[among])}
+    return {"tokens": relative_deviation(direction[among], declared[mixed][among], each[among])}
 
 
 def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool, same_at_any_size: bool) -> str:
     note = f"of {count} completions {figures['missing_count']:.0f} are missing; others of their groups stand for them"
     note += f"; not by chance: {refuted}" if refuted else ""
     note += "; small groups are lost more often" if mixed and figures["missing_groups"] else ""
-    note += "" if same_at_any_size else "; with this objective fewer have another expected gradient"
+    note += "" if same_at_any_size else "; with this objective fewer completions change the expected gradient"
     if not figures["missing_biased_count"]:
         return note
     return (
-        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of what they are: by their mates of"
-        f" reward {figures['missing_reward_mean']:.3g} and {figures['missing_tokens_mean']:.0f} tokens in the mean"
+        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of their content; their group mates have"
+        f" a mean reward of {figures['missing_reward_mean']:.3g} and {figures['missing_tokens_mean']:.0f} tokens"
     )
 
 
-def _of_mates(values: FloatArray, there: BoolArray) -> FloatArray:
-    """[K, 1] mean of each group's `values` [K, G] that are `there`; of all where a group has none, NaN without any."""
-    count = there.sum(axis=1, keepdims=True)
-    total = np.where(there, values, 0.0).sum(axis=1, keepdims=True)
+def _mean_of_mates(values: FloatArray, present: BoolArray) -> FloatArray:
+    """[K, 1] mean of each group's present `values` [K, G]; of all groups' if it has none, NaN if none is present."""
+    count = present.sum(axis=1, keepdims=True)
+    total = np.where(present, values, 0.0).sum(axis=1, keepdims=True)
     everywhere = float(total.sum()) / int(count.sum()) if count.any() else math.nan
     return np.where(count > 0, total / np.maximum(count, 1), everywhere)

@@ -1,4 +1,4 @@
-"""Steps that the selector has begun and not ended, and those that are done and not yet learned from."""
+"""Steps that have begun but not finished, and finished steps that the prompt policy has not learned from yet."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dppo_megatron.types import FloatArray, IntArray
 
 
 class Place(NamedTuple):
-    """Where the order of the prompts is."""
+    """A position in the order of the prompts."""
 
     position: int
     epochs: dict[int, Any]
-    """Each set's epoch and its order, where no function of the position; else empty."""
+    """Each set's epoch and its order, if they do not follow from the position; else empty."""
 
 
 @dataclass
 class OpenStep:
-    """A step that has begun and has had no feedback yet."""
+    """A step that has begun and had no feedback yet."""
 
     number: int
     place: Place
@@ -31,36 +31,36 @@ class OpenStep:
     rounds: int = 0
     offered: list[IntArray] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
-    """Those of the first round's mini-batches, then one for each refill."""
+    """One for each mini-batch of the first round, then one for each refill."""
     chosen: list[PromptDraw] = field(default_factory=list)
     priors: list[FloatArray] = field(default_factory=list)
-    """[n, 2] of those offered in each round, what was known of their rewards before; empty where nothing reads it."""
+    """For each round, [n, 2] Beta parameters of the offered prompts' rewards before the step; empty if not needed."""
     kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
     deviations: tuple[dict[str, float], ...] = field(default_factory=lambda: ({}, {}))
-    """Of what was kept of prompts and of completions from the probabilities."""
+    """Of prompts and completions; see `monitors.deviations`."""
     drawn: tuple[tuple[IntArray, Selection], ...] = ()
-    """The prompts of all rows of these two levels, and what was kept."""
+    """Of prompts and completions: the prompt index of each row, and the selection."""
     outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
-    """What was finished, with second moments [K]."""
+    """Set by `Selector.finish`; the array is the second moments [K]."""
     missing: Missing | None = None
     size_growth: list[float] = field(default_factory=list)
-    """Of the variance by the sizes of groups, as the scores predict it; of each choice."""
+    """For each selection, the growth of the variance by group sizes as the scores predict it."""
     before: dict[str, Any] | None = None
-    """The prompt policy's state that it was chosen with, if steps before it were still open."""
+    """The prompt policy's state when this step began; None unless steps may overlap."""
 
     def prior(self) -> tuple[FloatArray | None, FloatArray | None]:
-        """What was known of the prompts' rewards before: of all offered and of those to roll out."""
+        """[n, 2] Beta parameters of rewards before the step, for all offered prompts and for those to roll out."""
         if not self.priors:
             return None, None
-        every = np.concatenate(self.priors)
-        return every, every[np.concatenate([selection.kept for selection in self.selections])]
+        offered = np.concatenate(self.priors)
+        return offered, offered[np.concatenate([selection.kept for selection in self.selections])]
 
 
 class FinishedStep(NamedTuple):
-    """What the prompt policy learns of a step that is done."""
+    """What the prompt policy learns from a finished step."""
 
     outcome: dict[str, Any]
     """Arguments of its `observe`."""
     cost: dict[str, Any]
-    """Of a `StepCost`."""
+    """Fields of a `StepCost`."""

@@ -162,7 +162,7 @@ def overlong_row(job: Job) -> tuple[LedgerRow, ...]:
         return ()
     note = f"{filtered} problems have prompts above max_prompt_tokens and are left out of the training data"
     row = LedgerRow("data/overlong_prompts", kept / (kept + filtered), "biased", note)
-    return (row.sized(None, "nothing is known of them"),)
+    return (row.with_bias(None, "nothing is known of them"),)
 
 
 def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
@@ -171,7 +171,7 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
         return ()
     by = "" if data.order == "file" else f" by {data.order_by}"
     note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are no random draw of all"
-    return (LedgerRow("data/order", 1.0, "biased", note).sized(None, "the gradients of the others are not known"),)
+    return (LedgerRow("data/order", 1.0, "biased", note).with_bias(None, "the gradients of the others are not known"),)
 
 
 OFF_POLICY = ("rollout/stale", "rollout/quantized")
@@ -196,12 +196,12 @@ def off_policy_rows(config: Config) -> tuple[LedgerRow, ...]:
         if note
     ]
     unknown = "the gradient under the newest weights is not known"
-    return tuple(row.sized(None, unknown) if level == "none" else row for row in rows)
+    return tuple(row.with_bias(None, unknown) if level == "none" else row for row in rows)
 
 
 def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple[LedgerRow, ...]:
     """`ledger` with `bias`, left by the correction of all differences from the actor, in each row of `OFF_POLICY`."""
-    return tuple(row.sized(bias) if bias is not None and row.name in OFF_POLICY else row for row in ledger)
+    return tuple(row.with_bias(bias) if bias is not None and row.name in OFF_POLICY else row for row in ledger)
 
 
 def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) -> tuple[LedgerRow, ...]:
@@ -218,8 +218,8 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) 
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
         share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # it counts every abort of one
-        rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).sized(share))
+        rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).with_bias(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: without seeds, or with newer weights"
-        rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).sized(resent / max(len(sizes), 1)))
+        rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).with_bias(resent / max(len(sizes), 1)))
     return tuple(rows)

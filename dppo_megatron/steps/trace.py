@@ -22,7 +22,7 @@ from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
-from dppo_megatron.selection.arrays import was_asked
+from dppo_megatron.selection.arrays import was_requested
 from dppo_megatron.types import BoolArray, IntArray, PromptFeatures
 
 FORMAT = "dppo_megatron trace 1"
@@ -68,7 +68,7 @@ def trace_row(step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[s
         "rewards": rewards,
         "lengths": [row.tolist() for row in _requested(rollouts.lengths, sizes)],
         "logit_grad_norm": [[float(f"{s:.4g}") for s in row] for row in _requested(rollouts.logit_grad_norm, sizes)],
-        "kept": np.flatnonzero(decision.kept[was_asked(rollouts, decision.prompts.size).ravel()]).tolist(),
+        "kept": np.flatnonzero(decision.kept[was_requested(rollouts, decision.prompts.size).ravel()]).tolist(),
     }
 
 

@@ -21,7 +21,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_prompts
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_prompt_policy
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -307,7 +307,7 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
-    try_prompts(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3, longest=12)
+    try_prompt_policy(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3, longest=12)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
@@ -327,7 +327,7 @@ def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
-    try_prompts(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3, longest=12)
+    try_prompt_policy(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3, longest=12)
     assert (random.random(), np.random.rand()) == expected
 
 

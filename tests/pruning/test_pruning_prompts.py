@@ -390,5 +390,5 @@ def test_what_a_selection_consists_of():
         "kept_cost",
         "effect",
         "mean_weight",
-        "again",
+        "redraw",
     ]

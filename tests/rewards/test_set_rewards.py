@@ -17,7 +17,7 @@ from dppo_megatron.config.reward import RewardConfig, RewardFunctionConfig, SetR
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rewards.grading import Graders, GradeTask
 from dppo_megatron.rewards.measures import GradeTable, check_failures, set_metrics
-from dppo_megatron.selection.arrays import PromptDraw, Rollouts, reward_figures
+from dppo_megatron.selection.arrays import PromptDraw, Rollouts, reward_metrics
 from dppo_megatron.types import UNSAMPLED, Grade, Group, Prompt, RolloutPrompt, RunAborted, UserError
 
 CODE, TEST = "data.train_sets.code.reward", "data.eval_sets.a.b.reward"
@@ -156,7 +156,7 @@ def test_metrics_and_failures_are_each_sets_own() -> None:
     )
     unfinished, lengths = np.array([[False, False], [False, True]]), np.full((2, 2), 3)
     rollouts = Rollouts(unsampled.reward.reshape(2, 2), lengths, np.ones((2, 2)), unfinished=unfinished)
-    assert reward_figures(rollouts, draw, np.ones(2))["reward/failed_count"] == 1.0
+    assert reward_metrics(rollouts, draw, np.ones(2))["reward/failed_count"] == 1.0
     assert set_metrics(unsampled, [], "code")["reward/code/failed_count"] == 1.0
     assert all(name.startswith("reward/code/") for name in found)
     assert math.isnan(set_metrics(GradeTable.of([]), [], "code")["reward/code/mean"])
