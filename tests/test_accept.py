@@ -147,7 +147,7 @@ def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--server-python" in why("servers") and why("servers-nccl") == "one GPU"
     assert runner.repository(runner.TESTS) == Path(__file__).parent / "test_gpu.py" and not why("gpu-tests")
     monkeypatch.setattr(runner, "repository", lambda file: None)
-    assert "needs the repository" in why("gpu-tests") and why("memory") == "needs a checkout, whose benchmarks measure it"
+    assert "pytest" in why("gpu-tests") and why("memory") == "needs a checkout, whose benchmarks measure it"
     assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the step environment has no result"
 
 

@@ -108,7 +108,8 @@ STEPS: tuple[Step, ...] = (
          arguments=("local", "float32", "bfloat16")),
     Step("parity-te", "The same with Transformer Engine's layers", "parity.against_references", 60,
          _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "te"), arguments=("te", "bfloat16")),
-    Step("families", "The same of Gemma's windows, latent attention, YaRN, adapters and others", "parity.families", 90,
+    Step("families", "The same of Gemma's windows, latent attention, YaRN, adapters and others", "parity.families",
+         90,
          {name: one for model, far in FAMILIES.items() for name, one in _parity(model, far, 0.03, _FAMILY).items()},
          ("te_on_cuda",)),
     Step("gpu-tests", "The repository's `-m gpu` tests of one process", "jobs.gpu_tests", 140, {

@@ -66,7 +66,7 @@ def model_that_fits(
 
 
 def card_bytes(sheet: Sheet) -> float:
-    """Without CUDA an H200's, so that a CPU tries the same models. No context is created: it would count in the peaks."""
+    """Without CUDA an H200's, so that a CPU tries the same models. Creates no context: it would count in the peaks."""
     return float(torch.cuda.get_device_properties(0).total_memory) if sheet.cuda else CHIPS["h200"].memory_bytes
 
 
