@@ -115,8 +115,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
             raise
         return 141
     except OSError as error:
-        # errors of files have a filename, those of stdout have none
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a file, not stdout
             raise
         drop(sys.stdout)
         say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, nothing was undone")

@@ -105,7 +105,7 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
 
     monkeypatch.setattr(plan_command, "_load_job", load)
     arguments = parser.parse_args(["quickstart", *options, "--dry-run"])
-    found = "".join(plan_command._take_gpu_of_here(copy.copy(arguments)))
+    found = "".join(plan_command._use_local_gpu(copy.copy(arguments)))
     assert found.endswith(said) and bool(found) == bool(said)
     with pytest.raises(UserError, match="that is all"):
         plan_command.execute(arguments)

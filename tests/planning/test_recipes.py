@@ -182,7 +182,7 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     assert list(plan["host"]) == list(plan["phases"])
     for phase in (*plan["phases"].values(), *plan["host"].values()):
         assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
-    saving = re.search(r"a stop waits for the step, an evaluation that is due, and (\d+) s of saving", out)
+    saving = re.search(r"a stop waits for the step, a due evaluation, and (\d+) s of saving", out)
     assert saving and int(saving[1]) == round(20 * plan["seconds"]["checkpoint"])  # checkpoint.every_steps
     methods = plan["methods"]
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]

@@ -108,8 +108,7 @@ STEPS: tuple[Step, ...] = (
          arguments=("local", "float32", "bfloat16")),
     Step("parity-te", "The same with Transformer Engine's layers", "parity.against_references", 60,
          _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "te"), arguments=("te", "bfloat16")),
-    Step("families", "The same of Gemma's windows, latent attention, YaRN, adapters and others", "parity.families",
-         90,
+    Step("families", "The same of Gemma's windows, latent attention, YaRN, adapters, others", "parity.families", 90,
          {name: one for model, far in FAMILIES.items() for name, one in _parity(model, far, 0.03, _FAMILY).items()},
          ("te_on_cuda",)),
     Step("gpu-tests", "The repository's `-m gpu` tests of one process", "jobs.gpu_tests", 140, {
@@ -118,7 +117,7 @@ STEPS: tuple[Step, ...] = (
         "skipped": Figure("skipped"),
     }, ("cuda", "tests")),
     Step("servers", "A colocated server that sleeps during updates: three steps", "jobs.three_steps", 240, _RUN | {
-        "freed_share": Figure("memory of the card that sleep frees", "", 0.1, source="a server was arguments 0.3 of it"),
+        "freed_share": Figure("memory of the card that sleep frees", "", 0.1, source="a server was given 0.3 of it"),
     }, ("server",), arguments=("colocate",)),
     Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", "speed.utilization", 80,
          _mfu(0.45), ("cuda", "te", "benchmark"), _EXPANDABLE, arguments=("te",)),

@@ -112,9 +112,8 @@ def three_steps(sheet: Sheet, servers: str) -> None:
 
 
 def replayed(sheet: Sheet) -> None:
-    """Three steps that replay the experts of a server, or of the embedded engine: vLLM records none on a CPU. Then the
-    mismatch of a rollout under an actor whose routers are 3 % off, with and without replay: by rounding alone, few
-    tokens of a tiny model go to other experts."""
+    """Three steps that replay the experts of a server, or of the embedded engine: vLLM records none on a CPU. Then a
+    rollout's mismatch if the actor's routers are 3 % off: rounding alone moves few tokens of a tiny model."""
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run  # the other steps import no Megatron here
     from dppo_megatron.train import train

@@ -56,8 +56,7 @@ def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str, smalle
 def model_that_fits(
     sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off", spec: Literal["auto"] | LayerSpec = "auto"
 ) -> tuple[str, str]:
-    """4B or the user's model, or a smaller one that fits the card by `plan`, and then the reason: its figures are noted
-    but not judged, as bars of speed are 4B's."""
+    """4B or the user's model; or a smaller one that fits by `plan`, and why: it is not judged, as bars are 4B's."""
     card, wanted = card_bytes(sheet), sheet.model or "4b"
     need = {model: _planned(sheet, model, fp8, spec).largest.total for model in (wanted, "1.7b", "0.6b")}
     model = next((model for model, total in need.items() if total < 0.95 * card), "0.6b")
@@ -141,8 +140,7 @@ def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, d
         arguments, options["layer-spec"] = [*arguments, "--smoke"], "auto"
     for name, value in options.items():
         arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    # the benchmark imports modules beside it
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # for its imports
     subprocess.run([sys.executable, str(benchmarks), *arguments], env=environment, check=True)
     [entry] = json.loads(results.read_text(encoding="utf-8"))["shapes"].values()
     rows = {row["what"]: row for row in entry["rows"]}

@@ -101,8 +101,7 @@ class RandomWeights:
 
 
 class LivelyWeights(RandomWeights):
-    """Weights with which mistakes show: embeddings and the layers' contributions are of similar size, attention is far
-    from uniform, and no norm or bias is neutral."""
+    """Mistakes show: embeddings and layers' outputs are of one size, attention is not uniform, no norm is neutral."""
 
     def __call__(self, name: str) -> Tensor:
         shape = self._shapes[name]

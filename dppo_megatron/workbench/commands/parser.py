@@ -86,8 +86,7 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
     It imports Megatron, which takes seconds, so only a job that sets one of them waits for it.
 
     Args:
-        machine: what the job will run on.
-        runs_here: whether that is this machine; if so, Megatron's own checks count too.
+        machine: what the job will run on; with `runs_here` it is this machine, and Megatron's own checks count too.
 
     Raises:
         UserError: a field that the installed Megatron does not have, or that is not the user's to set.

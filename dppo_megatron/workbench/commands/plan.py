@@ -122,7 +122,7 @@ def execute(arguments: argparse.Namespace) -> int:
     published, settings = _published(arguments)
     config = load_config(arguments.config, settings, purpose=purpose, writes_run=arguments.dry_run)
     is_named = arguments.gpu is not None
-    local_gpu = _use_local_gpu(arguments) if arguments.dry_run else []
+    gpu_note = _use_local_gpu(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
     check_world_size(config, site.gpus, plans=True)
@@ -156,8 +156,7 @@ def execute(arguments: argparse.Namespace) -> int:
     assumed = [] if is_given else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
         assumed.append("assumed: no completion is stopped early; what pruning.early_stop saves is not counted")
-    printed = (*local_gpu, *assumed, *published, *notes, *layers, *lines(plan, arguments.config), *loaded)
-    show(*map(with_paths, printed))
+    show(*map(with_paths, (*gpu_note, *assumed, *published, *notes, *layers, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     _check_fits(plan)

@@ -76,8 +76,7 @@ def _keys() -> Iterator[list[int]]:
 
 def _is_quit(descriptor: int) -> bool:
     try:
-        # not through sys.stdin, whose buffer would hide a second key from `select`
-        typed = os.read(descriptor, 1024)
+        typed = os.read(descriptor, 1024)  # not by sys.stdin, whose buffer would hide a second key from `select`
     except OSError:  # the terminal was closed
         return True
     return not typed or b"q" in typed.lower()

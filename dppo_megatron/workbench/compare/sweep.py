@@ -95,8 +95,7 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
 
 
 def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
-    """`config` with as many times more steps as groups are smaller. A size that is no number is refused later, when the
-    run's settings are checked."""
+    """`config` with as many times more steps as groups are smaller. A wrong size is refused with the run's settings."""
     size, every = values.get(GROUP, ""), config.eval.every_steps
     if not size.isdecimal() or not int(size):
         return config

@@ -78,10 +78,9 @@ class Curve:
         """[1 + COPIES, n] this curve and noisy copies of it, all smoothed; equal for equal `name` and length.
 
         A copy is the smoothed curve plus residuals, drawn one by one with random signs from those of the inner points,
-        enlarged by what each point's own share in its mean has taken away. They are not drawn in blocks: smoothing
-        gives neighbours opposite residuals, which would average out in the copy, and 95 % intervals of one seed would
-        contain the truth in 78 to 92 % of cases (one by one: 93 to 99; but 74 to 87 where the noise of an evaluation is
-        correlated by .4 with the next).
+        enlarged by what each point's own share in its mean takes away. In blocks, residuals of neighbours, which
+        smoothing makes opposite, would average out in the copy: 95 % intervals of one seed would hold the truth in 78
+        to 92 % of cases (one by one: 93 to 99; but 74 to 87 if an evaluation's noise correlates by .4 with the next).
         """
         mean, draw = moving_mean(self.accuracy), generator(0, f"noise of {name}")
         noise = (self.accuracy - mean)[1:-1] * np.sqrt(WINDOW / (WINDOW - 1)) if len(mean) > 2 else np.ones(1)
@@ -137,10 +136,9 @@ def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interva
     """Median with its bootstrap interval: n seeds are drawn with replacement, again and again, and on average
     2 n / (n + 1) of the n values drawn are those of a noisy copy of the seed.
 
-    One seed has no spread but that of its copies; the spread of ten seeds includes their noise. Seeds alone are too
-    few: the interval of three contains the true median in 75 % of cases, since in the others all three are on one side
-    of it. With this share it is 94 to 97 % for 1, 3, 5 and 10 seeds that differ by noise; with all drawn from copies,
-    99 to 100 %.
+    One seed has no spread but that of its copies; the spread of ten includes their noise. Seeds alone are too few: the
+    interval of three contains the true median in 75 % of cases, since otherwise all three are on one side of it. With
+    this share it is 94 to 97 % for 1, 3, 5 and 10 seeds that differ by noise; with all drawn from copies, 99 to 100 %.
 
     Args:
         values: one a seed, at least one; 0 for the factor of a run that never reached the level, since it is slower

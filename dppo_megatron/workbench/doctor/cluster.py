@@ -38,8 +38,7 @@ from dppo_megatron.workbench.doctor import machine
 from dppo_megatron.workbench.doctor.machine import CheckRow
 
 _TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
-"""How long rank 0 waits between two looks at the store, and after a fault for what other ranks report; how long the
-others wait, after the limit, for rank 0's report."""
+"""Rank 0's wait between two looks, and after a fault for other ranks' rows; the others' wait for rank 0's report."""
 _RESERVE_S = 5.0
 """Time kept back from a rendezvous, to report why it failed."""
 _SLOW = 0.5
@@ -210,10 +209,9 @@ def _wait_for_all(store: Any, until: float, limit_s: float) -> list[CheckRow]:
 
 
 def report_of(all_rows: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str]) -> Iterator[CheckRow]:
-    """One row for each check that all ranks pass; else one for each distinct detail of its worst verdict.
-
-    Of speeds it is the slowest rank's: a slow card, link or node shows beside the others, and there is no list of what
-    each should reach. `all_rows` has rows by rank."""
+    """One row for each check that all ranks pass, of speeds the slowest rank's: a slow card, link or node shows beside
+    the others, and there is no list of what each should reach. Else one for each distinct detail of the worst verdict.
+    `all_rows` has rows by rank."""
     for what in dict.fromkeys(row.what for rows in all_rows.values() for row in rows):
         by_rank = {rank: row for rank, rows in all_rows.items() for row in rows if row.what == what}
         worst = max((row.verdict for row in by_rank.values()), key=("ok", "warning", "fault").index)

@@ -239,8 +239,7 @@ def head_bytes(
     trained: bool = True,
     in_place: bool = True,
 ) -> tuple[float, float]:
-    """Bytes (of logits, of the rest) at the peak of the output layer, which `actor/logprobs.py` runs in chunks of
-    tokens.
+    """Bytes (of logits, of the rest) at the peak of the output layer, in chunks of tokens (`actor/logprobs.py`).
 
     Forward: a float32 chunk of logits and its exponentials, or only the product where a kernel fuses the rest
     (actor.logprob_kernel). Backward, two moments can be the peak: making a chunk's gradient while the previous chunk's

@@ -101,8 +101,7 @@ class EnginePlan:
         return max(1, self.gpus // self.tensor)
 
     def held(self, context: FloatArray) -> FloatArray:
-        """Tokens cached in all layers that take as many bytes as sequences of `context` [...] tokens, whose windowed
-        layers cache fewer."""
+        """Cached bytes of sequences of `context` [...] tokens, in tokens of all layers: windowed layers cache fewer."""
         return context - self.windowed * np.maximum(context - self.window, 0.0)
 
     @property
@@ -214,8 +213,7 @@ def _windows(architecture: Architecture, arguments: Sequence[str]) -> list[int]:
     """The window of each layer of which vLLM caches no more than that.
 
     It frees blocks that have left a window (SlidingWindowManager; 0.32.0, on GPUs, unless an argument turns that off).
-    Layers that it adds to make its groups of layers equal are not counted: it has room for 60 in place of Gemma 3 27B's
-    52.
+    Not counted are layers that it adds to make its groups of layers equal, such as 60 in place of Gemma 3 27B's 52.
     """
     if named_option(arguments, ("--disable-hybrid-kv-cache-manager",)):
         return []
@@ -334,8 +332,7 @@ def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, repli
 
 
 def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
-    """[replicas, groups of a replica, G] lengths, 0 where a replica has fewer groups: the first groups go to the
-    replicas in turn, each later one to the replica with the fewest tokens."""
+    """[replicas, groups of one, G] lengths: the first groups go round, each later one where the fewest tokens are."""
     loads = np.zeros(replicas)
     groups_of: list[list[int]] = [[] for _ in range(replicas)]
     totals = lengths.sum(axis=1).tolist()

@@ -227,8 +227,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
-    saving = f"{timing.save_s:.0f} s of saving"
-    yield f"  a stop waits for the step, an evaluation that is due, and {saving} (docs/cluster.md)"
+    yield f"  a stop waits for the step, a due evaluation, and {timing.save_s:.0f} s of saving (docs/cluster.md)"
     saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
     skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
     longest = ": the rest waits for its longest" if timing.waits else ""

@@ -64,8 +64,7 @@ def findings(run: RunRecord) -> list[Finding]:
 
 
 def _skipping(run: RunRecord) -> list[Finding]:
-    """A note if the last steps' variance was larger than predicted, beyond chance: the prediction of a rate's cost is
-    then wrong."""
+    """A note if the last steps' variance was larger than predicted, beyond chance: what a rate costs is not known."""
     names = ("predicted_effect", "realised_effect", "realised_error")
     columns = [run.columns.get(f"prune/prompt_{name}", []) for name in names]
     known = [row for row in zip(*columns, strict=False) if None not in row]
