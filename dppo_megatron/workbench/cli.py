@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a file, not stdout
             raise
         drop(sys.stdout)
-        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, nothing was undone")
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, written files are kept")
         return 2
 
 

@@ -113,7 +113,7 @@ def three_steps(sheet: Sheet, servers: str) -> None:
 
 def replayed(sheet: Sheet) -> None:
     """Three steps that replay the experts of a server, or of the embedded engine: vLLM records none on a CPU. Then a
-    rollout's mismatch if the actor's routers are 3 % off: rounding alone moves few tokens of a tiny model."""
+    rollout's mismatch with routers 3 % off, with and without replay: rounding alone moves few tokens of a tiny one."""
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run  # the other steps import no Megatron here
     from dppo_megatron.train import train

@@ -140,7 +140,7 @@ def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, d
         arguments, options["layer-spec"] = [*arguments, "--smoke"], "auto"
     for name, value in options.items():
         arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # for its imports
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # it imports siblings
     subprocess.run([sys.executable, str(benchmarks), *arguments], env=environment, check=True)
     [entry] = json.loads(results.read_text(encoding="utf-8"))["shapes"].values()
     rows = {row["what"]: row for row in entry["rows"]}

@@ -101,7 +101,7 @@ class RandomWeights:
 
 
 class LivelyWeights(RandomWeights):
-    """Mistakes show: embeddings and layers' outputs are of one size, attention is not uniform, no norm is neutral."""
+    """Mistakes show: embeddings and layers' outputs are of one size, attention chooses, no norm or bias is neutral."""
 
     def __call__(self, name: str) -> Tensor:
         shape = self._shapes[name]

@@ -43,7 +43,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command)
     methods = f"from {', '.join(METHODS)}; default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
     command.add_argument("--methods", metavar="A,B@N,...", help=methods)
-    command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds, the config's and on (default: 1)")
+    command.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds from the config's on (default: 1)")
     factor = "methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)"
     command.add_argument("--steps-factor", type=float, default=1.0, metavar="F", help=factor)
     sweep = "tune each method first, as above"

@@ -25,7 +25,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         to_megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"check {what}-parallel size N")
-    to_hf = directions.add_parser("to-hf", help="from a Megatron or run checkpoint", allow_abbrev=False)
+    to_hf = directions.add_parser("to-hf", help="from a distributed or a run's checkpoint", allow_abbrev=False)
     to_hf.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     to_hf.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer, if the checkpoint has none")
     to_hf.add_argument("--dtype", default="", metavar="T", help="fp32, bf16 or fp16 (default: as stored)")

@@ -18,7 +18,7 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
   dppo-megatron eval --rescore eval/Qwen3-4B reward.function=my_module:grade
   dppo-megatron eval --compare eval/before eval/after
 
-A killed evaluation continues when it is called again; --rescore shows the scores so far. For another harness's tools:
+A killed evaluation continues when it is called again; --rescore shows the scores so far. In another harness's format:
 
   dppo-megatron eval --export lm-eval eval/Qwen3-4B --out exported/
 """

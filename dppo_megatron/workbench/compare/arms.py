@@ -25,7 +25,7 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, read_metrics
 BASELINE = "grpo"
 WITHOUT_ZEROS = "grpo_nonzero"
 """GRPO that does not train on completions without an advantage. They have no gradient, so it is the same GRPO, faster;
-what another method gains over it, its draws have gained."""
+what another method gains over it is the gain of its draws."""
 _WITHOUT_ZEROS = (
     *method_overrides("grpo")[:1],
     "pruning.early_stop.after_tokens=0",

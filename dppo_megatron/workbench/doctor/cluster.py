@@ -42,7 +42,7 @@ _TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
 _RESERVE_S = 5.0
 """Time kept back from a rendezvous, to report why it failed."""
 _SLOW = 0.5
-"""Share of the ranks' median: a link that fell back to a slower path loses a factor, sound ones differ by per cents."""
+"""Share of the ranks' median: a link that fell back to a slower path loses a factor, others a few per cent."""
 _MAX_NAMED = 3
 """How many ranks are listed by name."""
 

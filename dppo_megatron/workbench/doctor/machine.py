@@ -237,7 +237,7 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
     try:
         answer = _ask(python, variables, json.dumps(buffer.handle()), timeout_s)
         is_inverted = torch.equal(buffer.memory.cpu(), 255 - content)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # a timeout: torch may only load slowly
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # a timeout: torch loads slowly (--limit-s)
         verdict: Verdict = "warning" if isinstance(error, subprocess.TimeoutExpired) else "fault"
         return [CheckRow("servers' Python", verdict, f"rollout.servers.python: {python} does not answer: {error}")]
     finally:

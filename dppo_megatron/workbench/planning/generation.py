@@ -101,7 +101,7 @@ class EnginePlan:
         return max(1, self.gpus // self.tensor)
 
     def held(self, context: FloatArray) -> FloatArray:
-        """Cached bytes of sequences of `context` [...] tokens, in tokens of all layers: windowed layers cache fewer."""
+        """What sequences of `context` [...] tokens cache, in tokens of all layers: layers with windows keep fewer."""
         return context - self.windowed * np.maximum(context - self.window, 0.0)
 
     @property
@@ -332,7 +332,7 @@ def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, repli
 
 
 def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
-    """[replicas, groups of one, G] lengths: the first groups go round, each later one where the fewest tokens are."""
+    """[replicas, groups of one, G] lengths: the first groups go round, each later one to where tokens are fewest."""
     loads = np.zeros(replicas)
     groups_of: list[list[int]] = [[] for _ in range(replicas)]
     totals = lengths.sum(axis=1).tolist()
