@@ -120,7 +120,7 @@ def test_what_is_judged(tmp_path: Path) -> None:
     assert _row(record, "packed", "sorted") == ("fail", "the step ended without a number for it")
     record.facts, over["prediction"] = dict(ON_CPU), None
     assert _row(record, "packed", "padded") == ("shown", "tiny")
-    assert _row(record, "job", "on record") == ("not run", "not asked for")
+    assert _row(record, "job", "on record") == ("not run", "not requested")
     (parity,) = (step for step in STEPS if step.name == "parity")
     sheet = runner.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
     sheet.note("float32 local_before", math.nan, 0.0, "on record")
@@ -167,7 +167,7 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _row(record, "parity", "float32 local: mean")[0] == "pass"
     verdict, note = _row(record, "parity", "float32 local: first")
     assert verdict == "fail" and "exit code 7" in note and "the device is on fire" in note
-    assert _row(record, "memory", "backward") == ("not run", "not asked for")
+    assert _row(record, "memory", "backward") == ("not run", "not requested")
 
 
 @pytest.mark.usefixtures("fake_child")

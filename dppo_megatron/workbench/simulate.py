@@ -198,7 +198,7 @@ def simulate(
         variance_ratio=mean(growth) if scale else 1.0,
         variance_skipping=mean(growth, skipping=any(skips for *_, skips in accounts)) if scale else 1.0,
         predicted_variance=mean(lambda account, _: account.growth.predicted),
-        imputed_share=outcomes.imputed / max(outcomes.asked, 1),
+        imputed_share=outcomes.imputed / max(outcomes.requested, 1),
         without_gradient=idle_tokens / max(nominal_tokens, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
@@ -349,12 +349,12 @@ class _NearestRollouts:
         self._anything = [visit for visits in self._visits.values() for visit in visits]
         self._seed = trace.config.seed
         self._features = trace.features
-        self.asked = self.imputed = 0
+        self.requested = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
         """Outcomes [K, G] of `prompts` at `step`; a prompt never recorded borrows another prompt's visit."""
         places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
-        self.asked += len(places)
+        self.requested += len(places)
         self.imputed += sum(at != step for at, _, _ in places)
         rows = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts

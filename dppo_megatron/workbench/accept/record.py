@@ -70,7 +70,7 @@ class Record:
         """Every figure of the table, in its order."""
         rows = []
         for step in STEPS:
-            ran = self.steps.get(step.name, Ran("not run", "not asked for"))
+            ran = self.steps.get(step.name, Ran("not run", "not requested"))
             for name, figure in step.figures.items():
                 noted = ran.figures.get(name, {})
                 value, prediction, note = noted.get("value"), noted.get("prediction"), noted.get("note", "")

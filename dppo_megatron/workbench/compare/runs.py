@@ -246,7 +246,7 @@ def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
     directory, moved to the new one. The job's own seed has its task already, whatever seed that was made with."""
     home = _home(config)
     recipe = read_recipe(home)
-    assert recipe is not None, "asked for a task that cannot be made"
+    assert recipe is not None, "this job has no task that can be made for a seed"
     if seed == config.seed:
         return []
     wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
