@@ -1,4 +1,4 @@
-"""One update of our packed actor against one of TRL's GRPOTrainer, on the same model and the same samples.
+"""One update of this project's packed actor against one of TRL's GRPOTrainer, on the same model and samples.
 
     pip install -e '.[benchmarks]'
     python benchmarks/against_trl.py [--json FILE] [--trl-python PATH] [--rounds 4]
@@ -9,11 +9,11 @@ its loss, gradient accumulation, clipping and default AdamW. Only generation is 
 rollout would have returned, padded as TRL pads it (prompts on the left, completions on the right, to the longest of
 the step). Activation checkpointing, on by default in TRL, is off, because it is off on our side. TRL gets the fastest
 of several per-device batch sizes; ours gets one fixed token cap. Our side is timed from the samples on: planning,
-laying out, update.
+layout of the micro-batches, update.
 
-TRL runs in a process of its own (`--trl-python` may name an interpreter of another environment) that waits while ours
-computes, and the other way round: the two take turns on the same cores. Exit code 1 where they disagree on the loss or
-the gradient norm of the first step.
+TRL runs in a process of its own (`--trl-python` may name an interpreter of another environment). The two processes take
+turns on the same cores, each waiting while the other computes. Exit code 1 if they disagree on the loss or the gradient
+norm of the first step.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ CLIP = 0.2
 TOLERANCE = 1e-4
 """Relative difference of loss and gradient norm in float32 above which the comparison is void."""
 CLOCKS = ("seconds", "cpu_seconds")
-"""Wall time, and CPU time of the side's process: with one thread the second hardly feels a busy machine."""
+"""Wall time, and CPU time of the side's process, which with one thread hardly depends on other load."""
 FIELDS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_per_token_logps")
 
 
 class TrlSide:
-    """A TRL worker process that takes one optimizer step each time it is told to."""
+    """A TRL worker process that takes one optimizer step on each request."""
 
     def __init__(self, python: str, folder: Path, batch_size: int) -> None:
         command = [python, __file__, "--trl-worker", str(folder), "--trl-batch-sizes", str(batch_size)]
@@ -58,7 +58,7 @@ class TrlSide:
         return self._receive()
 
     def close(self) -> None:
-        """End the worker; nothing of it is kept."""
+        """Kill the worker."""
         self._process.kill()
         self._process.wait()
 
@@ -74,7 +74,7 @@ class TrlSide:
 def run_trl_worker(folder: Path, batch_size: int) -> None:
     """In TRL's process: train on the prepared batch, one step for each line of standard input."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # libraries print to stderr instead, not between the replies
     import transformers
     import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from datasets import Dataset  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -100,7 +100,7 @@ def run_trl_worker(folder: Path, batch_size: int) -> None:
     class TakeTurns(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             if not sys.stdin.readline():
-                os._exit(0)  # the benchmark has gone
+                os._exit(0)  # the benchmark has ended
             losses.clear()
             self._started = time.perf_counter(), time.process_time()
 
@@ -116,7 +116,7 @@ def run_trl_worker(folder: Path, batch_size: int) -> None:
         output_dir=str(folder / "trl"),
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=count // batch_size,
-        num_generations=2,  # of no effect here but that it must divide the batch: advantages are given
+        num_generations=2,  # only has to divide the batch: advantages are already in it
         loss_type="grpo",
         epsilon=CLIP,
         beta=0.0,
@@ -172,7 +172,7 @@ def write_batch(folder: Path, samples: Sequence[Any], threads: int) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """The same random weights that our actor gets, as a checkpoint."""
+    """Write the random weights of our actor as a checkpoint."""
     from transformers import Qwen3ForCausalLM
 
     from dppo_megatron.workbench.accept.workload import TEN_MILLION, RandomWeights, architecture_of, hf_config
@@ -184,7 +184,7 @@ def write_model(folder: Path) -> None:
 
 
 def our_side(samples: Sequence[Any], max_tokens_per_microbatch: int) -> Callable[[], dict[str, float]]:
-    """A function that plans, lays out and updates once; the same figures and `useful_share`."""
+    """A function that plans, lays out and updates once; it returns the same figures as TRL's, and `useful_share`."""
     from dppo_megatron import platform
 
     platform.prepare()
@@ -222,7 +222,7 @@ def fastest_batch_size(
 ) -> tuple[int, dict[int, float]]:
     """TRL's best per-device batch size, and CPU seconds a sample at each.
 
-    A part of the batch tells: every row costs the same once padded, so the longest sample and enough others do.
+    Part of the batch is enough: padded rows cost the same, so it takes the longest sample and some others.
     """
     longest = max(samples, key=lambda sample: sample.num_completion_tokens)
     part = [longest, *(sample for sample in samples if sample is not longest)][: 2 * max(sizes)]
@@ -241,7 +241,7 @@ def fastest_batch_size(
 
 
 def take_turns(sides: dict[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """One step of each side a round, the order flipped each time: `seconds` and `cpu_seconds` by side."""
+    """One step of each side per round, in alternating order; returns `seconds` and `cpu_seconds` by side."""
     taken: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in sides} for clock in CLOCKS}
     for round_ in range(rounds):
         for name in list(sides) if round_ % 2 == 0 else list(sides)[::-1]:
@@ -319,7 +319,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Compare, or be TRL's process."""
+    """Compare, or run as TRL's process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write one JSON object with every figure here")
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl; default: this one")

@@ -1,11 +1,11 @@
-"""The last checkpoints of a comparison on many further held-out problems: how much of a difference of ends is noise?
+"""Evaluates the last checkpoints of a comparison on many more held-out problems: how much of their difference is noise?
 
     python benchmarks/compare_ends.py COMPARE_DIR [--problems 4096] [--seeds 0-9] [--json FILE]
 
-COMPARE_DIR is what `dppo-megatron compare configs/quickstart.yaml` wrote. Of each seed the problems are drawn as its
-held-out set was, from held-out sets of other seeds of the maker, without those that it trained on; both arms answer the
-same ones, at temperature 1 with the same random numbers. What is left between them is the noise of a run and the
-method. Prints the difference to the first arm with its interval over seeds and problems, and each seed's.
+COMPARE_DIR is what `dppo-megatron compare configs/quickstart.yaml` wrote. For each seed, the problems are taken from
+held-out sets that the task's maker writes for other seeds, without those that the seed trained on. All arms answer the
+same problems, at temperature 1 with the same random numbers, so they differ only by the noise of a run and the method.
+Prints the difference to the first arm with its interval over seeds and problems, and the scores of each seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_TOKENS = 56
 
 
 def further_problems(trained_on: Path, seed: int, number: int) -> list[dict[str, str]]:
-    """Rows that are not in the training set, from as many held-out sets as it takes."""
+    """Rows that are not in the training set, from as many held-out sets as are needed."""
     known = {json.loads(line)["problem"] for line in trained_on.read_text(encoding="utf-8").splitlines()}
     rows: list[dict[str, str]] = []
     for further in count(1):
@@ -50,7 +50,7 @@ def further_problems(trained_on: Path, seed: int, number: int) -> list[dict[str,
 
 
 def solved(checkpoint: Path, rows: list[dict[str, str]], seed: int) -> FloatArray:
-    """[len(rows)] 1 where the model's answer is right, else 0."""
+    """[len(rows)] 1 if the model's answer is right, else 0."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     device, architecture = torch.device("cpu"), read_architecture(checkpoint)
     engine = HFEngine(architecture, tokenizer, dtype=torch.float32, device=device, max_concurrent_sequences=512)
@@ -64,7 +64,7 @@ def solved(checkpoint: Path, rows: list[dict[str, str]], seed: int) -> FloatArra
 
 
 def main() -> int:
-    """Answer, compare, print."""
+    """Evaluate all arms, compare them and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("compare_dir", type=Path)
     parser.add_argument("--problems", type=int, default=4096)
@@ -76,18 +76,18 @@ def main() -> int:
     first, last = map(int, arguments.seeds.split("-")) if arguments.seeds else (0, sys.maxsize)
     seeds = sorted({run["seed"] for run in runs if first <= run["seed"] <= last})
     arms = list(dict.fromkeys(run["arm"] for run in runs))
-    found: dict[str, list[FloatArray]] = {arm: [] for arm in arms}
+    right: dict[str, list[FloatArray]] = {arm: [] for arm in arms}
     for seed in seeds:
         home = arguments.compare_dir / f"seed{seed}"
         config = (home / arms[0].replace(":", ".") / "config.yaml").read_text(encoding="utf-8")
         train = next(line.split(":", 1)[1].strip() for line in config.splitlines() if "train_path:" in line)
         rows = further_problems(Path(train), seed, arguments.problems)
         for arm in arms:
-            found[arm].append(solved(home / arm.replace(":", ".") / "hf", rows, seed))
-        print(f"seed {seed}: " + ", ".join(f"{arm} {100 * found[arm][-1].mean():.1f} %" for arm in arms), flush=True)
-    values: dict[str, Any] = {arm: [float(one.mean()) for one in found[arm]] for arm in arms}
+            right[arm].append(solved(home / arm.replace(":", ".") / "hf", rows, seed))
+        print(f"seed {seed}: " + ", ".join(f"{arm} {100 * right[arm][-1].mean():.1f} %" for arm in arms), flush=True)
+    values: dict[str, Any] = {arm: [float(one.mean()) for one in right[arm]] for arm in arms}
     for arm in arms[1:]:
-        row = bootstrap_over_seeds(list(zip(found[arms[0]], found[arm], strict=True)))
+        row = bootstrap_over_seeds(list(zip(right[arms[0]], right[arm], strict=True)))
         values[f"{arm} - {arms[0]}"] = row.as_json()
         interval = "" if row.low is None else f" ({100 * row.low:+.1f} .. {100 * (row.high or 0):+.1f})"
         print(f"{arm} - {arms[0]}: {100 * row.difference:+.1f}{interval} points, {len(seeds)} seeds")

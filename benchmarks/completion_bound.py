@@ -1,11 +1,11 @@
-"""What share of a recorded run's tokens is trained, and what that does to the variance, at several completion settings.
+"""The share of a recorded run's tokens that is trained, and its effect on the variance, at several completion settings.
 
     python benchmarks/completion_bound.py TRACE [TRACE ...] [--json FILE]
 
-A trace of an unpruned run (`configs/quickstart_grpo.yaml`, say) has every completion's reward, length and
-free score. The trainer's own completion policy gives each an inclusion probability; the expected share of tokens and
-the design effect sum(s^2 / pi) / sum(s^2) follow without a draw. Means over the steps of all traces that have any
-gradient; the first ten steps of each, when most groups still have some, are shown by themselves.
+A trace of an unpruned run (such as one of `configs/quickstart_grpo.yaml`) has every completion's reward, length and
+score. The trainer's own completion policy gives each an inclusion probability; the expected share of tokens and the
+design effect sum(s^2 / pi) / sum(s^2) follow without a draw. Figures are means over the steps of all traces that have a
+gradient; the first ten steps of each, when most groups still have one, are shown separately.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def batches(path: str) -> Iterator[CompletionBatch]:
 
 def measure(traces: list[list[CompletionBatch]], settings: dict[str, Any]) -> dict[str, float]:
     """One row of the table."""
-    found: list[tuple[float, float, bool]] = []
+    steps: list[tuple[float, float, bool]] = []
     for trace in traces:
         policy = make_completion_policy(
             CompletionPruningConfig(fill_slack=False, **settings),
@@ -69,9 +69,9 @@ def measure(traces: list[list[CompletionBatch]], settings: dict[str, Any]) -> di
             pi = policy.prune(batch, step=step).inclusion_prob
             drawn = pi > 0
             growth = float((square[drawn] / pi[drawn]).sum() / square.sum())
-            found.append((float((pi * batch.lengths).sum() / batch.lengths.sum()), growth, step < EARLY))
-    tokens, effect = np.array([one[0] for one in found]), np.array([one[1] for one in found])
-    early = np.array([one[2] for one in found])
+            steps.append((float((pi * batch.lengths).sum() / batch.lengths.sum()), growth, step < EARLY))
+    tokens, effect = np.array([one[0] for one in steps]), np.array([one[1] for one in steps])
+    early = np.array([one[2] for one in steps])
     return {
         "tokens": float(tokens.mean()),
         "effect": float(effect.mean()),

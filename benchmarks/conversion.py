@@ -1,11 +1,11 @@
-"""What conversion needs: seconds, and peak memory beside the largest safetensors file, on a model made on the spot.
+"""What conversion needs: seconds, and peak memory relative to the largest safetensors file, on a random model.
 
     python benchmarks/conversion.py [--layers 16] [--shard-gb 0.5] [--json FILE]
 
 Each direction runs in a process of its own, whose peak resident memory is read at its end: the kernel's VmHWM, since
-getrusage begins with that of the parent, which has made the model. What Python, torch and the package take before the
-first tensor is read is measured in the same process and subtracted, because it does not grow with the model. The
-promise is a growth below 1.3 x the largest safetensors file plus one layer.
+getrusage starts from the peak of the parent, which has made the model. The memory of Python, torch and the package
+before the first tensor is measured in the same process and subtracted, because it does not grow with the model. The
+growth has to stay below 1.3 x the largest safetensors file plus one layer.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
   python benchmarks/data_loading.py [--model DIR] [--rows 1000000] [--template qwen3_nothink] [--out FOLDER]
 
-DIR is any model's directory with a tokenizer; without one, a made-up vocabulary of 150,000 words, whose tokens cost
-less to make and as much to load. The problems are made up too: 60 to 140 words, a Parquet file in verl's layout. Each
-start is a process that does what every rank does: sets, features, a first step's prompts. Printed are its seconds of
-CPU, and by how much its resident memory grew: its own, and pages of the cache's file, which all ranks share. A FOLDER
-that holds file and cache already is measured again.
+DIR is any model's directory with a tokenizer. Without it, the vocabulary is 150,000 made-up words, whose tokens cost
+less to make and as much to load. The problems are made up too: 60 to 140 words, in a Parquet file in verl's layout.
+Each start is a process that does what every rank does: load sets, features, and the prompts of a first step. It prints
+its CPU seconds, and by how much its resident memory grew: its own memory, and pages of the cache file, which all ranks
+share. A FOLDER that already holds file and cache is measured again.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def _tokenizer(model: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(_WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
-    made.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-    return made
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    return fast
 
 
 def _memory() -> tuple[float, float]:
@@ -74,7 +74,7 @@ def _memory() -> tuple[float, float]:
 
 
 def _start(path: str, cache: str, model: str, template: str) -> None:
-    """As a rank starts; in a process of its own."""
+    """Load as a rank does; runs in a process of its own."""
     config, tokenizer = Config(), _tokenizer(model)
     one = TrainSetConfig(path=path, problem_field="prompt", answer_field="reward_model.ground_truth")
     config.data.train_sets, config.data.cache_path = {"made_up": one}, cache
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--model", default="")
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--template", default="")
-    parser.add_argument("--out", default="", help="where file and cache are kept; else they are removed")
+    parser.add_argument("--out", default="", help="keep file and cache here (default: they are removed)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(arguments.out or temporary)

@@ -1,10 +1,10 @@
-"""What the trainer's own data plane costs, part by part, against its bars; docs/data_plane.md has the table.
+"""Measures the cost of each part of the trainer's data plane against its bars; docs/data_plane.md has the table.
 
     python benchmarks/data_plane.py [PART ...|all] [--smoke] [--json FILE]
 
-Engines are canned servers and receivers in processes of their own; costs are CPU seconds, so that a busy machine moves
-them less. The exit code is 1 if a bar is missed. `--smoke` runs every part in small, for the test suite: there only
-what does not depend on the machine is judged.
+Engines are canned servers and receivers in processes of their own. Costs are CPU seconds, which depend less on other
+load than wall time does. The exit code is 1 if a bar is missed. `--smoke` runs every part at a small size, for the test
+suite, and judges only figures that do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
     """Run the parts and print their bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["all"], metavar="PART", help=f"all, or of {', '.join(PARTS)}")
-    parser.add_argument("--smoke", action="store_true", help="in small: does it run, and do the counts hold")
+    parser.add_argument("--smoke", action="store_true", help="small sizes: only whether it runs and the counts hold")
     parser.add_argument("--json", metavar="FILE", help="write the bars here")
     arguments = parser.parse_args()
     names = PARTS if "all" in arguments.parts else arguments.parts
@@ -38,9 +38,9 @@ def main() -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     bars: list[Bar] = []
     for name in names:
-        found: list[Bar] = importlib.import_module(f"plane.{name}").run(arguments.smoke)
-        print(table(found), flush=True)
-        bars += found
+        new: list[Bar] = importlib.import_module(f"plane.{name}").run(arguments.smoke)
+        print(table(new), flush=True)
+        bars += new
     if arguments.json:
         rows = [asdict(bar) | {"holds": bar.holds} for bar in bars]
         Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""The embedded engine against itself at an earlier commit: the same tokens, and how many of them a CPU second.
+"""The embedded engine against itself at an earlier commit: whether tokens are the same, and tokens per CPU second.
 
     python benchmarks/embedded_engine.py --model runs/quickstart/hf --data runs/task_seed0/train.jsonl
         [--before COMMIT] [--rounds 15] [--prompts 64] [--completions 8] [--max-tokens 48] [--json FILE]
 
-Both sides are processes of one thread that stay alive and take turns, so that what else the machine does hits both.
-Each round samples with another seed; tokens and texts are compared every time, and a difference is an error. Medians of
-the rounds, with the lowest and highest ratio. The model should be one that has learned to stop: one with random weights
-runs every completion to its limit, which no trained one does.
+Both sides are single-threaded processes that stay alive and take turns, so that other load on the machine affects both.
+Each round samples with another seed; tokens and texts are compared every time, and a difference is an error. Prints
+medians of the rounds, with the lowest and highest ratio. The model should be one that has learned to stop: with random
+weights every completion runs to its limit, which is not what trained models do.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _ask(side: subprocess.Popen[str], seed: int) -> dict[str, Any]:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    """A side: a seed a line in, its figures a line out."""
+    """Run one side: each line of stdin is a seed, each line of stdout the figures of its round."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoTokenizer

@@ -3,10 +3,10 @@
     python benchmarks/engines.py [--vllm-python .venv-vllm/bin/python] [--sglang-python PYTHON] [--channels ipc ...]
         [--only-sync] [--json FILE]
 
-Throughput is that of the quickstart's model. A sync is that of a Qwen3 of about 100 million parameters into one
-server, beside what the same bytes cost without an engine: a torch.distributed broadcast between two processes for
-gloo and ipc, a safetensors write and read for disk. Medians of nine of each, taken in turns; the best of
-two for throughput. SGLang on a CPU needs PYTHONPATH=tests/support/engines/sglang_cpu (docs/engines.md).
+Throughput is measured with the quickstart's model, the best of two rounds. A sync sends a Qwen3 of about 100 million
+parameters to one server, compared with what the same bytes cost without an engine: a torch.distributed broadcast
+between two processes for gloo and ipc, a safetensors write and read for disk. Medians of nine of each, taken in turns.
+SGLang on a CPU needs PYTHONPATH=tests/support/engines/sglang_cpu (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _syncs(directory: Path, name: str, python: str, channels: Sequence[str]) -> 
         tensors = {key: job.checkpoint.get(key) for key in job.checkpoint.names}
         figures["sync: parameters, millions"] = sum(t.numel() for t in tensors.values()) / 1e6
         try:
-            engine.load_weights(lambda: iter(tensors.items()))  # noqa: B023 - the group is made and memory is touched
+            engine.load_weights(lambda: iter(tensors.items()))  # noqa: B023 - untimed: makes the group, touches memory
             rounds = []
             for _ in range(_ROUNDS):
                 ours = _seconds(lambda: engine.load_weights(lambda: iter(tensors.items())))  # noqa: B023
@@ -181,11 +181,11 @@ def _plain_broadcast(tensors: dict[str, torch.Tensor], _: Path) -> float:
     receiver = multiprocessing.get_context("spawn").Process(target=_receive, args=(port, shapes))
     receiver.start()
     group = _group(0, port)
-    _broadcast(group, torch.zeros(1))  # both are there
+    _broadcast(group, torch.zeros(1))  # wait until both have joined
     started = time.perf_counter()
     for tensor in tensors.values():
         _broadcast(group, tensor)
-    _broadcast(group, torch.zeros(1), root=1)  # the receiver has all of it
+    _broadcast(group, torch.zeros(1), root=1)  # wait until the receiver has everything
     seconds = time.perf_counter() - started
     receiver.join()
     return seconds

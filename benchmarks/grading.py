@@ -1,4 +1,4 @@
-"""Benchmarks of grading, one a subcommand:
+"""Benchmarks of grading, one per subcommand:
 
 python benchmarks/grading.py accuracy [--json FILE]
 python benchmarks/grading.py throughput [--json FILE]

@@ -1,10 +1,10 @@
 """How often the `math` grader and Math-Verify alone agree with a reference or a label:
 `python benchmarks/grading.py accuracy [--data DIR] [--json FILE] [--skip-references]`.
 
-Three questions: is every reference of the public sets right when a completion boxes it; hard pairs of a reference and
-an answer with a label (`grader_cases`, without its ambiguous rows); what models answered (`model_responses`). An answer
-that does not mark itself is boxed, for both graders; `(text)` grades the models' whole texts. Labels are taken as their
-source gives them, also where they are wrong; `(labels)` is the same with those of `grading_labels.py` put right.
+Three kinds of rows: each reference of the public sets, boxed as an answer; hard pairs of a reference and an answer with
+a label (`grader_cases`, without its ambiguous rows); and answers of models (`model_responses`). An answer that is not
+marked is boxed for both graders; `(text)` grades the models' whole texts. Labels are used as their source gives them,
+even where they are wrong; `(labels)` is the same with the corrections of `grading_labels.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Judge = Callable[[str, str, Row], float]
 
 @dataclass
 class Score:
-    """Of one grader on one file."""
+    """The score of one grader on one file."""
 
     file: str
     grader: str
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         prog="grading.py accuracy", description="The math grader beside Math-Verify alone."
     )
     parser.add_argument("--data", type=Path, default=Path(default), help="directory of the files (DPPO_DATA_DIR)")
-    parser.add_argument("--json", type=Path, help="write the scores, with the ids of what went wrong, to this file")
+    parser.add_argument("--json", type=Path, help="write the scores, with the ids of wrong rows, to this file")
     parser.add_argument("--skip-references", action="store_true", help="the labelled files only")
     arguments = parser.parse_args(argv)
     if not (arguments.data / "grader_cases.jsonl").exists():
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         judges["Math-Verify"] = _math_verify
     else:
         print("Math-Verify is not installed (pip install '.[benchmarks]'): only ours is measured", file=sys.stderr)
-    _ours("\\boxed{\\mathrm{warm}^2 + 1}", "\\int x", {})  # imports are not what is measured
+    _ours("\\boxed{\\mathrm{warm}^2 + 1}", "\\int x", {})  # so that imports are not measured
     scores = []
     print(f"{'file':24} {'grader':12} {'rows':>6} {'right':>8} {'accepts':>8} {'rejects':>8} {'failed':>7} {'s':>8}")
     for file, rows in files.items():
@@ -109,7 +109,7 @@ def _ours(text: str, gold: str, row: Row) -> float:
 
 
 def _math_verify(text: str, gold: str, row: Row) -> float:
-    """As its own page calls it, with its timeouts of 5 s."""
+    """Math-Verify as its documentation calls it, with its timeouts of 5 s."""
     import math_verify
 
     reference = math_verify.parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$")

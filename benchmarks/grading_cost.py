@@ -1,10 +1,10 @@
 """CPU time of gradings by `math`, in one process: `python benchmarks/grading.py cost [--data DIR]`.
 
-    cases     the pairs of `grader_cases` that are not ambiguous: gradings a CPU second, mean, p50 and p99
-    bombs     the texts that the suite has against slow gradings (`test_math_bounds.py`), each in six places
+    cases     the pairs of `grader_cases` that are not ambiguous: gradings per CPU second, mean, p50 and p99
+    bombs     the texts of the suite that provoke slow gradings (`test_math_bounds.py`), each in six places
 
-Of each grading the fastest of `--rounds` counts, every one with nothing remembered of an earlier one, so that imports,
-the first digits of a constant and what else the machine does are left out.
+The fastest of `--rounds` counts for each grading, which leaves out imports, the first digits of a constant and other
+load on the machine. Caches are cleared before every round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     default = os.environ.get("DPPO_DATA_DIR", str(_ROOT.parent / "shared" / "data"))
     parser = argparse.ArgumentParser(prog="grading.py cost", description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(default), help="directory of the files (DPPO_DATA_DIR)")
-    parser.add_argument("--rounds", type=int, default=3, help="of each grading (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each grading (default: 3)")
     arguments = parser.parse_args(argv)
     if not (arguments.data / "grader_cases.jsonl").exists():
         print(f"no grader_cases.jsonl in {arguments.data}: name its directory with --data", file=sys.stderr)
@@ -54,8 +54,8 @@ def _bombs() -> list[Pair]:
 
 
 def _seconds(pair: Pair) -> float:
-    for of in (grader, field):
-        for function in vars(of).values():
+    for module in (grader, field):
+        for function in vars(module).values():
             if hasattr(function, "cache_clear") and function is not field._prime:
                 function.cache_clear()
     begin = time.process_time()

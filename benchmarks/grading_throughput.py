@@ -1,13 +1,13 @@
-"""Gradings a second through the pool, and what the pool itself costs: `python benchmarks/grading.py throughput`.
+"""Gradings per second through the pool, and what the pool itself costs: `python benchmarks/grading.py throughput`.
 
-    cheap     answers that are equal to the reference as they stand; `final_answer`, and `math`'s first route
-    full      answers that take a whole comparison
-    512       one step's cheap gradings in one call: the clock, and CPU seconds of trainer and graders beside it,
-              which other programs on the machine do not change; best and median of many
+    cheap     answers whose text equals the reference; `final_answer`, and `math`'s first route
+    full      answers that need a whole comparison
+    512       one step's cheap gradings in one call: wall time, and the CPU seconds of trainer and graders, which do not
+              depend on other load; best and median of many
     hangs     1 % of the gradings never return: each costs one timeout of one process
-    count     100,000 gradings with rewards of their own: every one in its place, no process replaced
+    count     100,000 gradings with distinct rewards: every one in its place, no process replaced
 
-Times depend on the machine and on what else it does; the counts do not.
+Times depend on the machine and its other load; the counts do not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="grading.py throughput", description=__doc__)
     parser.add_argument("--processes", type=int, default=2, help="grader processes (default: 2)")
     parser.add_argument("--count", type=int, default=100_000, help="gradings of the count check (default: 100,000)")
-    parser.add_argument("--timeout-s", type=float, default=0.5, help="of a hung grading (default: 0.5)")
+    parser.add_argument("--timeout-s", type=float, default=0.5, help="time limit of a grading (default: 0.5)")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args(list(argv))
     processes = arguments.processes
@@ -82,7 +82,7 @@ def _cheap(count: int) -> list[GradeTask]:
 
 
 def _full(count: int) -> list[GradeTask]:
-    # each with a number of its own: what has been graded once is remembered
+    # each with a number of its own: the grader caches what it has graded
     chosen = [tuple(side.format(i=i) for side in _FULL[i % len(_FULL)]) for i in range(2, count + 2)]
     return [GradeTask(f"{_REASONING}The answer is $\\boxed{{{text}}}$.", answer) for text, answer in chosen]
 
@@ -100,7 +100,7 @@ def _rate(grader: Grader, tasks: Sequence[GradeTask]) -> Figures:
 
 
 def _one_step(grader: Grader) -> Figures:
-    """512 cheap gradings, as one step of 64 prompts has them."""
+    """512 cheap gradings, as in one step of 64 prompts."""
     tasks = _cheap(512)
     walls, trainer, graders = [], [], []
     for _ in range(60):
@@ -149,13 +149,13 @@ def _timed_out(grades: Sequence[Grade]) -> int:
 
 
 def _graders(grader: Grader) -> set[int]:
-    """Process ids of its graders."""
+    """Process ids of the pool's graders."""
     assert isinstance(grader, Grader)
     return {process.pid for process in grader.processes}
 
 
 def _graders_cpu_s() -> float:
-    """CPU seconds of this process's children that live, in ticks of 10 ms: for means over many calls."""
+    """CPU seconds of this process's live children, in ticks of 10 ms, which suffices for means over many calls."""
     total = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,5 +1,5 @@
-"""A grader that hangs where it is told to, for grading_throughput.py; it imports nothing, so that its processes start
-as fast as any."""
+"""A grader that hangs on request, for grading_throughput.py; it imports only `time`, so that its processes start
+fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 def index_or_hang(completion: str, answer: str) -> float:
-    """A seventh of the number in `completion`; every 100th never comes back if `answer` says so."""
+    """A seventh of the number in `completion`; if `answer` is "hang", every 100th call never returns."""
     number = int(completion)
     while answer == "hang" and number % 100 == 50:
         time.sleep(60)

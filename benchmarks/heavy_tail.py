@@ -1,12 +1,12 @@
-"""The quickstart with answers of heavy-tailed lengths: what pruning and streaming save where stragglers hold a step.
+"""The quickstart with heavy-tailed answer lengths: what pruning and streaming save where stragglers delay a step.
 
     python benchmarks/heavy_tail.py --python .venv-vllm/bin/python --out DIR [--seeds 0 1 ...] [--arms grpo dppo ...]
 
-A problem says how many laps of 13 tokens its answer counts down before it works the chain: most have none, one in
-twenty-five has 45 to 75. Lengths are the problem's and not the policy's: where it chose them (fill tokens up to a
-geometric number) they grew tenfold or vanished within 20 steps, and the tail with them. Two real vLLM servers on this
-machine generate, are started once and used by all runs in turn; arms of a seed start from one SFT model. Judged by
-`compare`'s rules, by the clock (four fifths of GRPO's are rollouts): the servers' CPU seconds are not the trainer's.
+A problem states how many laps of 13 tokens its answer counts down before it works the chain: most have none, one in
+twenty-five has 45 to 75. The problem fixes the length, not the policy: when the policy chose it (fill tokens up to a
+geometric number), lengths grew tenfold or vanished within 20 steps, and the tail with them. Two real vLLM servers on
+this machine generate; they are started once and used by all runs in turn. All arms of a seed start from one SFT model.
+Judged by `compare`'s rules in wall time (four fifths of GRPO's is rollout), as CPU seconds leave out the servers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 
 LAPS = ((0, 0), (1, 2), (3, 8), (45, 75))
-"""Fewest and most of each kind of problem; a lap is 13 tokens."""
+"""Fewest and most laps of each kind of problem; a lap is 13 tokens."""
 SHARES = (0.71, 0.2, 0.05, 0.04)
 LONGEST = 1024
 _CONFIG = "configs/quickstart.yaml"
@@ -50,37 +50,37 @@ ARMS = {
     "grpo,K=2,none": "grpo:32:4:160:5e-4:2:none",
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
-"""method:prompts:completions:steps:learning rate:async_steps:correction, and settings, each behind a colon of its own.
-Batch, rate and steps of the quickstart's headline, and a larger batch of GRPO: where one straggler holds a step, it
-costs less a completion."""
+"""method:prompts:completions:steps:learning rate:async_steps:correction, then settings, each after another colon.
+Batch, rate and steps of the quickstart's headline; GRPO also has a larger batch, which spreads a straggler's delay over
+more completions."""
 
 
 def main() -> None:
-    """Run what is missing in `--out`, and judge."""
+    """Run what is missing in `--out`, and judge all runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter of vLLM's environment")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="of ARMS, or all of its values")
-    given = parser.parse_args()
-    out, arms = given.out.resolve(), [make_arm(one) for one in given.arms]
-    for seed in given.seeds:
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="names in ARMS, or values like those there")
+    arguments = parser.parse_args()
+    out, arms = arguments.out.resolve(), [make_arm(one) for one in arguments.arms]
+    for seed in arguments.seeds:
         write_files(out / f"task{seed}", seed)
     runs = list[MethodRun]()
-    with serving(given.python, out, job_settings(out, given.seeds[0])) as served:
-        placed = [Arm(arm.name, arm.method, arm.steps, (*served, *arm.settings)) for arm in arms]
-        for seed in given.seeds:
+    with serving(arguments.python, out, job_settings(out, arguments.seeds[0])) as served:
+        served_arms = [Arm(arm.name, arm.method, arm.steps, (*served, *arm.settings)) for arm in arms]
+        for seed in arguments.seeds:
             settings = job_settings(out, seed)
             config = load_config(_CONFIG, settings, writes_run=False)
-            runs += run_all(config, _CONFIG, settings, placed, seeds=1, out=out, launch=in_a_process)
+            runs += run_all(config, _CONFIG, settings, served_arms, seeds=1, out=out, launch=in_a_process)
     verdict = judge(runs, arms)
     print(table(verdict))
     (out / "verdict.json").write_text(json.dumps(asdict(verdict), default=str, indent=1))
 
 
-def make_arm(given: str) -> Arm:
-    """Of a name in `ARMS`, or of all values."""
-    method, prompts, group, steps, rate, ahead, correction, *other = ARMS.get(given, given).split(":")
+def make_arm(name: str) -> Arm:
+    """The arm of a name in `ARMS`, or of a value like those there."""
+    method, prompts, group, steps, rate, ahead, correction, *other = ARMS.get(name, name).split(":")
     settings = (
         f"rollout.prompts_per_step={prompts}",
         f"rollout.completions_per_prompt={group}",
@@ -93,7 +93,7 @@ def make_arm(given: str) -> Arm:
         *method_overrides(method),
         *other,
     )
-    return Arm(given.replace(":", "_"), method, int(steps), settings)
+    return Arm(name.replace(":", "_"), method, int(steps), settings)
 
 
 def write_files(directory: Path, seed: int) -> None:
@@ -117,7 +117,7 @@ def write_files(directory: Path, seed: int) -> None:
 
 
 def job_settings(out: Path, seed: int) -> list[str]:
-    """Common to all arms of a seed."""
+    """Settings of all arms of a seed."""
     task = out / f"task{seed}"
     return [
         f"seed={seed}",
@@ -128,24 +128,24 @@ def job_settings(out: Path, seed: int) -> list[str]:
         "sft.steps=1000",
         "data.max_prompt_tokens=24",
         f"rollout.sampling.max_completion_tokens={LONGEST}",
-        "threads_per_rank=2",  # in a step that waits for its rollouts the update has both cores
+        "threads_per_rank=2",  # an update that has waited for its rollouts has both cores
     ]
 
 
 @contextmanager
 def serving(python: str, out: Path, settings: Sequence[str]) -> Iterator[list[str]]:
-    """Two servers; yields the settings by which a trainer finds them, the same in each call: finished runs are kept."""
+    """Run two servers; yields the settings with which a trainer finds them, always the same: finished runs are kept."""
     registry = out / "registry"
-    found = ["rollout.engine=vllm", f"rollout.servers.registry_dir={registry}", "rollout.sync.in_flight=continue"]
+    shared = ["rollout.engine=vllm", f"rollout.servers.registry_dir={registry}", "rollout.sync.in_flight=continue"]
     own = [f"rollout.servers.python={python}", "rollout.servers.count=2", f"run_dir={out / 'servers'}"]
-    command = [sys.executable, "-m", "dppo_megatron", "serve", _CONFIG, *settings, *found, *own]
+    command = [sys.executable, "-m", "dppo_megatron", "serve", _CONFIG, *settings, *shared, *own]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             while len(list(registry.glob("*.json"))) < 2:
                 if process.poll() is not None:
                     raise SystemExit(f"serve ended with exit code {process.returncode}")
                 time.sleep(1)
-            yield found
+            yield shared
         finally:
             process.terminate()
 

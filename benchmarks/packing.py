@@ -1,4 +1,4 @@
-"""How full, how even and how quick the packing planner is, next to the packers of other trainers.
+"""How full, how even and how fast the plans of the packing planner are, next to the packers of other trainers.
 
 Lengths are log-normal with median 2,500 and sigma 0.9, clipped to 16,384; the cap is 20,480 tokens; a sequence of L
 tokens costs 8e9 L + 2.95e5 L^2 (forward FLOPs of Qwen3-4B). Figures are means over the seeds: `fill` is tokens over
@@ -36,7 +36,7 @@ from dppo_megatron.types import IntArray, TrainSample
 CAP, MEDIAN, SIGMA, LONGEST = 20480, 2500, 0.9, 16384
 COST = CostModel(linear=8e9, quadratic=2.95e5)
 CASES = ((512, 8), (512, 32), (128, 8))
-"""(samples, data-parallel size); the last is the first after 75 % pruning."""
+"""(samples, data-parallel size); the last case is the first one after 75 % pruning."""
 LARGE = (4096, 128)
 OURS = ("balanced", "window", "first_fit_decreasing", "none")
 
@@ -61,7 +61,7 @@ def make_samples(lengths: IntArray) -> list[TrainSample]:
     ]
 
 
-# ---- the rules of others, from lengths in order of arrival to bins for each rank ----
+# ---- the rules of other trainers, from lengths in order of arrival to bins for each rank ----
 
 
 def descending(values: Sequence[float]) -> list[int]:
@@ -70,7 +70,7 @@ def descending(values: Sequence[float]) -> list[int]:
 
 
 def differencing(values: Sequence[float], parts: int, *, equal: bool = False) -> list[list[int]]:
-    """Largest differencing (Karmarkar and Karp); with `equal` all parts get as many values, as far as they go."""
+    """Largest differencing (Karmarkar and Karp); with `equal` all parts get the same number of values, if possible."""
     order = descending(values)
     step = parts if equal else 1
     heap = []
@@ -90,7 +90,7 @@ def differencing(values: Sequence[float], parts: int, *, equal: bool = False) ->
 
 
 def next_fit(order: Sequence[int], lengths: Sequence[int]) -> Bins:
-    """Into the open bin, or into a new one."""
+    """Each sample goes into the open bin if it fits, else into a new one."""
     bins: Bins = []
     room = 0
     for i in order:
@@ -103,7 +103,7 @@ def next_fit(order: Sequence[int], lengths: Sequence[int]) -> Bins:
 
 
 def whole_rounds(bins: Bins, lengths: Sequence[int], ranks: int) -> Bins:
-    """Split the fullest until the number divides by the ranks."""
+    """Split the fullest bins until their number is a multiple of the ranks."""
     return split_to(bins, [float(n) for n in lengths], -(-len(bins) // ranks) * ranks)
 
 
@@ -114,7 +114,7 @@ def strided(bins: Bins, ranks: int) -> Ranks:
 
 
 def by_differencing(bins: Bins, costs: Sequence[float], ranks: int) -> Ranks:
-    """As many bins to each rank, levelled by largest differencing."""
+    """Equally many bins to each rank, balanced by largest differencing."""
     totals = [sum(costs[i] for i in members) for members in bins]
     return [[bins[b] for b in mine] for mine in differencing(totals, ranks, equal=True)]
 
@@ -135,7 +135,7 @@ def miles(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
 
 
 def verl(lengths: list[int], costs: list[float], ranks: int, *, grow: bool = False) -> Ranks:
-    """Differencing over ranks, then over micro-batches; the cap only sets their number, or grows it until it holds."""
+    """Differencing over ranks, then over micro-batches, whose number the cap sets; `grow` raises it until it holds."""
     mine = differencing(costs, ranks, equal=True)
     count = max(-(-sum(lengths[i] for i in members) // CAP) for members in mine)
     while True:
@@ -154,12 +154,12 @@ def verl_grown(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
 
 
 def nemo(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
-    """First-fit decreasing, dealt in turn."""
+    """First-fit decreasing, to the ranks in turn."""
     return strided(first_fit(descending(lengths), lengths, CAP), ranks)
 
 
 def ranks_first(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
-    """As many samples to each rank, longest to the lightest; then first-fit decreasing on each."""
+    """Equally many samples to each rank, the longest first to the lightest rank; then first-fit decreasing on each."""
     mine: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0.0, r) for r in range(ranks)]
     for i in descending(costs):
@@ -176,7 +176,7 @@ def ranks_first(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
 
 
 def next_fit_fifo(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
-    """Next-fit decreasing into bins of one size, consecutive ones to a rank."""
+    """Next-fit decreasing, consecutive bins to a rank."""
     bins = next_fit(descending(lengths), lengths)
     bins += [[] for _ in range(-len(bins) % ranks)]
     per_rank = len(bins) // ranks
@@ -184,7 +184,7 @@ def next_fit_fifo(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
 
 
 def next_fit_in_turn(lengths: list[int], costs: list[float], ranks: int) -> Ranks:
-    """Next fit in order of arrival, dealt in turn."""
+    """Next fit in order of arrival, to the ranks in turn."""
     return strided(next_fit(range(len(lengths)), lengths), ranks)
 
 
@@ -228,13 +228,13 @@ def judge(ranks: Sequence[Sequence[Sequence[int]]], lengths: IntArray) -> dict[s
 
 
 def best_of(function: Callable[[], Any], times: int = 3) -> tuple[Any, float]:
-    """(result, least milliseconds)."""
-    least = float("inf")
+    """(result, milliseconds of the fastest call)."""
+    fastest = float("inf")
     for _ in range(times):
         started = time.perf_counter()
         result = function()
-        least = min(least, time.perf_counter() - started)
-    return result, 1e3 * least
+        fastest = min(fastest, time.perf_counter() - started)
+    return result, 1e3 * fastest
 
 
 def measure(count: int, ranks: int, seed: int, modes: Sequence[str], peers: Sequence[str]) -> Figures:
@@ -271,7 +271,7 @@ def average(rows: Sequence[Figures]) -> Figures:
 
 
 def measure_slack(ranks: int, rate: float, seeds: int) -> dict[str, float]:
-    """What filling the slack of 512 completions pruned at `rate` brings and costs."""
+    """Benefit and cost of filling the slack of 512 completions pruned at `rate`."""
     layout = PackingLayout(data_parallel=ranks)
     columns: dict[str, list[float]] = {}
     for seed in range(seeds):
@@ -325,7 +325,7 @@ def print_case(count: int, ranks: int, figures: Figures) -> None:
 
 
 def bars(cases: dict[str, Figures]) -> list[dict[str, Any]]:
-    """What the planner is held to, and whether it is."""
+    """The planner's bars, and whether it meets them."""
     wanted = [
         ("512@DP8", "fill", ">=", 0.955),
         ("512@DP8", "t_over_ideal", "<=", 1.003),
@@ -370,9 +370,9 @@ def main() -> None:
             f"{row['plain_fill']:9.1%} ->{row['filled_fill']:6.1%}"
             f"{row['filled_slowest_rank'] / row['plain_slowest_rank']:13.2f}x"
         )
-    held = bars(cases)
+    judged = bars(cases)
     print("\nbars")
-    for row in held:
+    for row in judged:
         print(
             f"  {row['case']:12s} {row['figure']:14s} {row['value']:9.4f} {row['relation']} {row['bar']:<7g}"
             f" {'holds' if row['holds'] else 'MISSED'}"
@@ -383,7 +383,7 @@ def main() -> None:
             "settings": {"seeds": args.seeds, "cap": CAP, "median": MEDIAN, "sigma": SIGMA, "longest": LONGEST},
             "cases": cases,
             "slack": slack,
-            "bars": held,
+            "bars": judged,
             "versions": {"dppo_megatron": __version__, "python": platform.python_version(), "numpy": np.__version__},
             "machine": {"platform": platform.platform(), "processor": platform.machine(), "cpus": os.cpu_count()},
         }

@@ -1,15 +1,15 @@
 """What the prompt score is worth on recorded runs: the variance it predicts, and the variance that skipping causes.
 
-A trace of an unpruned run (trace.jsonl of `configs/quickstart_grpo.yaml`, say) knows the outcome of every nominal
-prompt, so what skipping with probabilities pi would have done to a step's variance is sum(m / pi) / sum(m), m being a
-group's second moment. Uniform skipping at the same cost is what a score must beat; *gain* is (cost x variance) of no
-skipping over that of skipping, with generated tokens as the cost: 1 for uniform skipping.
+A trace of an unpruned run (such as trace.jsonl of `configs/quickstart_grpo.yaml`) has the outcome of every nominal
+prompt. So the growth of a step's variance by skipping with probabilities pi is sum(m / pi) / sum(m), m being a group's
+second moment. A score must beat uniform skipping at the same cost; *gain* is (cost x variance) of no skipping over that
+of skipping, with generated tokens as the cost: 1 for uniform skipping.
 
     python benchmarks/prompt_score.py TRACE [TRACE ...] [--problems FILE ...] [--json FILE] [--smoke]
 
-Rows: `history` knows visits alone; `row` also what the problem's row says (source, level, length); `history, live` is
-the trainer's policy itself, which learns only from what it keeps (mean over draws). Older traces do not hold the rows:
---problems gives the train.jsonl of each. --smoke makes a trace from a model of learning instead.
+Rows: `history` uses visits alone; `row` also the problem's row (source, level, length); `live` is the trainer's policy
+itself, which learns only from what it keeps (mean over draws). Older traces do not hold the rows: --problems gives the
+train.jsonl of each. --smoke makes up a trace instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one score at one rate: geometric means over the steps after the first epoch."""
+    """One score at one rate: geometric means over the steps after the first epoch."""
 
     predicted: float
     realised: float
@@ -61,12 +61,12 @@ class Result:
 
     @property
     def off(self) -> float:
-        """Predicted over realised, less 1."""
+        """Predicted over realised, minus 1."""
         return self.predicted / self.realised - 1.0
 
 
 def read(path: str, problems: str | None) -> Recorded:
-    """A trace; of `problems` are source, level and length where the trace does not say."""
+    """A trace; `problems` is the file with source, level and length if the trace does not have them."""
     with open(path, encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     head, steps = rows[0], []
@@ -78,7 +78,7 @@ def read(path: str, problems: str | None) -> Recorded:
     if problems is not None:
         with open(problems, encoding="utf-8") as file:
             features = features_of([json.loads(line) for line in file])
-    elif isinstance(head.get("features"), dict):  # of a large set they are in a file beside the trace
+    elif isinstance(head.get("features"), dict):  # for a large set they are in a file beside the trace
         values = head["features"]
         features = PromptFeatures(
             np.array(values["prompt_tokens"], dtype=np.int64),
@@ -90,7 +90,7 @@ def read(path: str, problems: str | None) -> Recorded:
 
 
 def features_of(rows: list[dict[str, Any]]) -> PromptFeatures:
-    """Of a problem file: `source`, and the length of `problem` in characters."""
+    """Features of a problem file's rows: `source`, `level`, and the length of `problem` in characters."""
     sources = tuple(dict.fromkeys(row.get("source", "") for row in rows))
     return PromptFeatures(
         prompt_tokens=np.array([len(row["problem"]) for row in rows], dtype=np.int64),
@@ -101,7 +101,7 @@ def features_of(rows: list[dict[str, Any]]) -> PromptFeatures:
 
 
 def second_moments(rewards: FloatArray, lengths: IntArray, logit_grad_norm: FloatArray) -> FloatArray:
-    """[N], as the trainer's selector gives them with group_std and sequence_mean."""
+    """[N], as the trainer's selector computes them with group_std and sequence_mean."""
     scores = group_advantages(rewards, divide_by_std=True, eps=1e-6) * logit_grad_norm / lengths
     return np.asarray(np.square(scores).sum(axis=1), dtype=np.float64)
 
@@ -117,7 +117,7 @@ def replay(
     first: int | None = None,
     **settings: Any,
 ) -> Result:
-    """The trainer's policy over a trace; not live: it rests all the time and plans what it would skip.
+    """The trainer's policy over a trace. If not `live`, it stays in warm-up and only plans what it would skip.
 
     first: the first step that counts; None: after the first epoch.
     """
@@ -134,13 +134,13 @@ def replay(
         seed=seed,
         features=recorded.features if rows else None,
     )
-    found, measured = [], 1.0
+    steps, measured = [], 1.0
     for step, (prompts, rewards, lengths, moment) in enumerate(recorded.steps):
         selection = policy.select(prompts, step=step)
         if step >= (epoch if first is None else first) and moment.sum() > 0:
             pi, cost = selection.planned, lengths.sum(axis=1)
             realised, kept = float((moment / pi).sum() / moment.sum()), float((pi * cost).sum() / cost.sum())
-            found.append((selection.metrics["planned_effect"], realised, 1.0 / kept, 1.0 / (realised * kept)))
+            steps.append((selection.metrics["planned_effect"], realised, 1.0 / kept, 1.0 / (realised * kept)))
             measured = selection.effect.realised if selection.effect else 1.0
         kept_rows = selection.kept
         policy.observe(
@@ -152,7 +152,7 @@ def replay(
             inclusion_prob=selection.inclusion_prob[kept_rows],
             planned_prob=selection.planned[kept_rows],
         )
-    predicted, real, uniform, gain = np.exp(np.log(np.array(found)).mean(axis=0)).tolist()
+    predicted, real, uniform, gain = np.exp(np.log(np.array(steps)).mean(axis=0)).tolist()
     return Result(predicted, real, uniform, gain, measured)
 
 
@@ -180,7 +180,7 @@ def measure(recorded: Recorded, draws: int = DRAWS) -> dict[str, dict[float, Res
 
 
 def synthetic(seed: int, num_prompts: int = 512, per_step: int = 64, size: int = 8, steps: int = 64) -> Recorded:
-    """A made-up run: prompts of five levels and a difficulty of their own, a policy that gets better at all of them."""
+    """A made-up run: prompts of five levels, each with its own difficulty, and a policy that improves on all."""
     rng = np.random.default_rng(seed)
     level = rng.integers(0, 5, num_prompts)
     difficulty = 1.5 * (level - 2.0) + rng.normal(0, 1.5, num_prompts)
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="*", metavar="TRACE")
     parser.add_argument("--problems", nargs="*", default=[], metavar="FILE", help="train.jsonl of each trace")
-    parser.add_argument("--draws", type=int, default=DRAWS, help="of the live policy")
+    parser.add_argument("--draws", type=int, default=DRAWS, help="draws of the live policy")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", help="write one JSON object with every figure here")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Is the prompt score calibrated on runs that look nothing like the quickstart? Made-up GRPO runs of many shapes.
+"""Is the prompt score calibrated on runs unlike the quickstart? Made-up GRPO runs of many shapes.
 
     python benchmarks/prompt_score_shapes.py [SHAPE ...] [--seeds 3] [--rates 0.15 0.3 0.5]
 
-Prompts have a level (0 to 4) and a difficulty of their own, the policy an ability that grows; each shape below changes
-one thing that a real run might have. Columns as in prompt_score.py, whose replay does the work: the trainer's own
-policy plans what it would skip, and every nominal outcome is known. `history` knows visits alone, `row` the row too.
+Each prompt has a level (0 to 4) and a difficulty, the policy an ability that grows; each shape below changes one thing
+that a real run might have. The columns and the replay are those of prompt_score.py: the trainer's own policy plans what
+it would skip, and every nominal outcome is known. `history` uses visits alone, `row` the problem's row too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Shape:
     harder: float = 0.0
     """Added to every difficulty."""
     ability: Callable[[float], float] = lambda done: 4.0 * done
-    """Of the share of the run that is done."""
+    """Ability as a function of the share of the run that is done."""
     difficulty: str = "by level"
     """by level, bimodal (nearly all prompts trivial or impossible), all alike."""
     drift: float = 0.0
@@ -40,7 +40,7 @@ class Shape:
     turn: str = ""
     """What happens to difficulties in the middle: shuffled, reversed."""
     says: str = "level"
-    """What rows say: level, lies (a level that means nothing), source (ten of them), number, nothing."""
+    """What rows hold: level, lies (a random level), source (ten of them), number (a noisy difficulty), nothing."""
     reward: str = "right"
     """right (0 or 1), graded (-1 to 2.5 in tenths), continuous, failed (a fifth of the groups is not graded)."""
     lengths: str = "by level"
@@ -79,7 +79,7 @@ SHAPES = {
 
 
 def made_up(name: str, seed: int) -> Recorded:
-    """The run of a shape; the same for the same seed."""
+    """The run of a shape; it depends only on name and seed."""
     shape = SHAPES[name]
     rng = np.random.default_rng((seed, zlib.crc32(name.encode())))
     level = rng.integers(0, 5, shape.prompts)
@@ -94,7 +94,7 @@ def made_up(name: str, seed: int) -> Recorded:
         chance = 1.0 / (1.0 + np.exp(difficulty[prompts] - shape.ability(step / shape.steps)))
         rewards = _rewards(shape, chance, rng)
         lengths = _lengths(shape, level[prompts], rewards, step / shape.steps, rng)
-        # an answer that could have been otherwise is more surprising
+        # answers of uncertain outcome have larger gradients
         logit_grad_norm = np.sqrt(lengths * (0.05 + chance * (1 - chance))[:, None]) * rng.uniform(
             0.8, 1.2, lengths.shape
         )
@@ -103,13 +103,13 @@ def made_up(name: str, seed: int) -> Recorded:
 
 
 def first_counted(name: str) -> int | None:
-    """The first step that is judged: after the first epoch, or after 8 steps of a run that has not as many."""
+    """The first step that is judged: after the first epoch, or after 8 steps of a run shorter than an epoch."""
     shape = SHAPES[name]
     return 8 if shape.prompts > shape.per_step * shape.steps else None
 
 
 def _nominal(shape: Shape, step: int, seed: int) -> IntArray:
-    """Prompts of a step: each once an epoch, in an order of its own."""
+    """Prompts of a step: each occurs once per epoch, and each epoch has its own order."""
     epoch, place = divmod(step * shape.per_step, shape.prompts)
     order = np.random.default_rng((seed, epoch)).permutation(shape.prompts)
     mine: IntArray = order[place : place + shape.per_step]
@@ -142,7 +142,7 @@ def _features(shape: Shape, level: IntArray, difficulty: FloatArray, rng: np.ran
 
 
 def _rewards(shape: Shape, chance: FloatArray, rng: np.random.Generator) -> FloatArray:
-    """[N, G] of the prompts' chances [N] to be answered right."""
+    """[N, G] from the prompts' chances [N] of a right answer."""
     size, chance = (len(chance), shape.size), chance[:, None]
     if shape.reward == "graded":
         return np.asarray(np.round(np.clip(3 * chance - 1 + rng.normal(0, 0.4, size), -1, 2.5), 1))
@@ -167,7 +167,7 @@ def _lengths(shape: Shape, level: IntArray, rewards: FloatArray, done: float, rn
 
 
 def main() -> None:
-    """Print a row for each shape and knowledge."""
+    """Print a row for each shape and rate, with `history` and with `row`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of: {', '.join(SHAPES)}")
     parser.add_argument("--seeds", type=int, default=3)

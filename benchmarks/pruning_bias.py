@@ -2,11 +2,11 @@
 
     python benchmarks/pruning_bias.py [--rates 0.5 0.7] [--json FILE]
 
-A tiny Qwen3 is SFT-trained through the Megatron actor and then held still. For every step of a recorded order all
-nominal prompts are rolled out by the engine, and each completion's gradient of the clipped surrogate is taken by the
-Megatron actor, one completion at a time, and kept as a sketch (CountSketch: an unbiased projection that preserves
-inner products). The pruned gradient is linear in the weights, so each method is then replayed many times by the
-trainer's own `Selector` on the same rollouts, history included, with fresh draws.
+A tiny Qwen3 is SFT-trained through the Megatron actor and then frozen. For every step of a recorded order, the engine
+rolls out all nominal prompts, and the Megatron actor computes each completion's gradient of the clipped surrogate, one
+completion at a time. It is kept as a sketch (CountSketch: a random projection that is unbiased for inner products). The
+pruned gradient is linear in the weights, so the trainer's own `Selector` then replays each method many times on the
+same rollouts, history included, with fresh draws.
 
     bias   |E g_pruned - g_full| / |g_full|, the expectation over draws and rollouts, by a U-statistic that has no bias
            of its own, with its jackknife standard error; 0.000 where the estimate of the square is negative
@@ -67,7 +67,7 @@ class Recording:
 
 
 def make_loop(work: Path, sft_steps: int, prompts_per_step: int) -> Loop:
-    """A loop on the quickstart's task with an SFT-trained, still policy."""
+    """A loop on the quickstart's task with an SFT-trained policy, which stays frozen."""
     write_task(work, Recipe(0, num_train=4 * prompts_per_step, num_heldout=8, num_sft=4096))
     write_tiny_qwen3(work / "model", seed=0)
     settings = {
@@ -204,12 +204,12 @@ def _with_jackknife(differences: FloatArray, squared_target: float) -> tuple[flo
     value = _squared_norm(differences) / squared_target
     spread = np.sqrt((count - 1) / count * np.sum(np.square(left_out - left_out.mean()))) / squared_target
     root = float(np.sqrt(max(value, 0.0)))
-    # where the root is near 0 its own error is that of the square's root
+    # near 0 the delta method fails: use the root of the square's error
     return root, float(spread / (2 * root)) if root > np.sqrt(spread) else float(np.sqrt(spread))
 
 
 def method_config(config: Config, level: str, method: str, rate: float) -> Config:
-    """`method` at one level only, at this rate."""
+    """`config` with `method` at one level only, at this rate."""
     changed = with_method(config, method)
     pruning = changed.pruning
     if level == "completions":
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--json", type=Path, help="also write every figure here")
     arguments = parser.parse_args()
-    warmup = 4  # steps of the first epoch, in which nothing is known of any prompt
+    warmup = 4  # steps of the first epoch, in which no prompt has a history
     start_process_group()
     with tempfile.TemporaryDirectory() as work:
         loop = make_loop(Path(work), arguments.sft_steps, arguments.prompts_per_step)

@@ -1,14 +1,14 @@
 """Servers that take weights and generate nothing, each in a process of its own: for sync benchmarks and tests.
 
-The process runs the receiving end that vLLM's workers run (`in_engine/dppo_wire.py`, or a mapping of the trainer's
-memory) and digests what comes. Calls go over a pipe instead of HTTP; what can go wrong with a connection is the same:
-the process is killed, hangs, or answers with an error.
+The process runs the receiving end of vLLM's workers (`in_engine/dppo_wire.py`, or a mapping of the trainer's memory)
+and hashes what arrives. Calls go over a pipe instead of HTTP, and fail in the same ways: the process is killed, hangs,
+or answers with an error.
 
     trainer                                   receiver process
     PipeServer.receive ── ("receive", bytes) ──▶ ChainReceiver.receive ... digest
                        ◀── ("answer", ...) ────
 
-Processes are forked from a server process that has imported torch, so that one costs milliseconds.
+Processes are forked from a server process that has imported torch, so that starting one takes milliseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORK.set_forkserver_preload(["torch", "torch.distributed", "receivers"])
 
 
 class _Address:
-    """What the fleet asks of a server's connection."""
+    """The part of a server's connection that the fleet uses."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -58,8 +58,8 @@ class PipeServer:
     """The trainer's side of one receiver.
 
     Args:
-        dies_at: the process kills itself when it is asked for this bucket, counted from 0 over all its life.
-        hangs_at: it stops (SIGSTOP) instead.
+        dies_at: the process kills itself when this bucket arrives, counted from 0 over its whole life.
+        hangs_at: at this bucket it stops (SIGSTOP).
     """
 
     replicas = world_size = 1
@@ -74,7 +74,7 @@ class PipeServer:
         self.start()
 
     def start(self, **arguments: Any) -> None:
-        """Its process; again after it has ended."""
+        """Start the process, or start it again after it has ended."""
         self._arguments |= arguments
         self._pipe, theirs = _FORK.Pipe()
         self.process: Any = _FORK.Process(target=_serve, args=(theirs, self._arguments), daemon=True)
@@ -82,7 +82,7 @@ class PipeServer:
         theirs.close()
 
     def stop(self) -> None:
-        """End its process."""
+        """End the process."""
         self.process.kill()  # SIGKILL ends a stopped process too
         self.process.join()
 
@@ -99,21 +99,21 @@ class PipeServer:
         self._call("resume", timeout_s)
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
-        """For the order of calls."""
+        """Only records the call."""
         self._call("sleep", timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
-        """For the order of calls."""
+        """Only records the call."""
         self.calls.append(f"wake {what}")
 
     def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
-        """As our receiver in vLLM joins."""
+        """Join as the receiver in vLLM does."""
         seconds = meeting.joining.total_seconds(), meeting.timeout.total_seconds()
         place = meeting.host, meeting.store.port, first_rank, meeting.world_size
         self._call("join", timeout_s, *place, *seconds, meeting.secret)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """Forgets what an earlier update has left."""
+        """Discard what an earlier update has left."""
         self._call("begin", timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
@@ -125,25 +125,25 @@ class PipeServer:
         self._call("map", timeout_s, _num_bytes(tensors), offers[0])
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        """What was received is the new weights."""
+        """Make what was received the new weights."""
         self._call("end", timeout_s, version)
 
     def weights_version(self, *, timeout_s: float) -> str:
-        """Of the last whole update."""
+        """The version of the last complete update."""
         return str(self._call("version", timeout_s))
 
     def checksums(self, *, timeout_s: float) -> list[dict[str, str]]:
-        """`all`: SHA-256 of all bytes of the last whole update."""
+        """`all`: SHA-256 of all bytes of the last complete update."""
         return [{"all": str(self._call("digest", timeout_s))}]
 
     def _call(self, name: str, timeout_s: float, *arguments: Any) -> Any:
-        """One call at a time: a real server's worker takes them so too."""
+        """Make one call at a time, as a real server's worker does."""
         deadline = time.monotonic() + timeout_s
         self.calls.append(name)
         if not self._lock.acquire(timeout=timeout_s):
             raise Unreachable(f"{self.http.url}: busy for {timeout_s:g} s")
         try:
-            while self._pipe.poll(0):  # what an earlier call did not wait for
+            while self._pipe.poll(0):  # the answer to an earlier call that timed out
                 self._pipe.recv()
             self._pipe.send((name, arguments))
             if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -163,12 +163,12 @@ def _num_bytes(tensors: Sequence[TensorNote]) -> int:
 
 
 class _Receiver:
-    """In the process."""
+    """The process's side."""
 
     def __init__(self, dies_at: int, hangs_at: int, answer_s: float) -> None:
         self._dies_at, self._hangs_at, self._answer_s = dies_at, hangs_at, answer_s
         self._chain: Any = None
-        self._asked, self._version = 0, "none"
+        self._num_buckets, self._version = 0, "none"
         self._digest, self._whole = hashlib.sha256(), ""
 
     def join(
@@ -214,10 +214,10 @@ class _Receiver:
     pause = resume = sleep = healthy
 
     def _maybe_fail(self) -> None:
-        asked, self._asked = self._asked, self._asked + 1
-        if asked == self._dies_at:
+        bucket, self._num_buckets = self._num_buckets, self._num_buckets + 1
+        if bucket == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if asked == self._hangs_at:
+        if bucket == self._hangs_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -227,11 +227,11 @@ def _serve(pipe: Connection, arguments: dict[str, Any]) -> None:
     receiver = _Receiver(**arguments)
     while True:
         try:
-            name, called_with = pipe.recv()
-        except EOFError:  # the trainer has gone
+            name, call_arguments = pipe.recv()
+        except EOFError:  # the trainer has exited
             return
         try:
-            answer = "answer", getattr(receiver, name)(*called_with)
+            answer = "answer", getattr(receiver, name)(*call_arguments)
         except Exception as error:
             answer = "error", f"{type(error).__name__}: {error}"
         pipe.send(answer)

@@ -4,8 +4,8 @@
     python benchmarks/report.py [--steps 1000] [--repeat 5]
     python benchmarks/report.py --prompts 512 --group 16 --tokens 2000 --repeat 1     # a large run, for the size
 
-CPU seconds of this process, reading included and imports not, as median (least - most). Tokens and texts are random:
-real ones are packed to less.
+CPU seconds of this process with reading but without imports, as median (lowest - highest). Tokens and texts are random:
+real ones compress better.
 """
 
 from __future__ import annotations

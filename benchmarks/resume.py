@@ -1,9 +1,9 @@
-"""What the record of a long run costs rank 0 at a resume: 10,000 steps of 512 x 16 rollouts of a million prompts, the
-last 100 done again.
+"""What the record of a long run costs rank 0 at a resume: 10,000 steps of 512 x 16 rollouts of a million prompts, of
+which the last 100 are repeated.
 
     python benchmarks/resume.py [--steps 10000] [--prompts 512] [--completions 16] [--dir DIR] [--json FILE]
 
-Bars: 2 CPU seconds, 200 MB of memory above the process before. The record (2 GB at the default) is made in --dir and
+Bars: 2 CPU seconds, 200 MB more memory than the process had before. The record (2 GB by default) is made in --dir and
 removed again.
 """
 
@@ -81,7 +81,7 @@ def _features() -> PromptFeatures:
 
 
 def _write(path: Path, steps: int, row: dict[str, object]) -> dict[int, int]:
-    """The same outcomes in each step; returns the checksums of a checkpoint."""
+    """Write a record with the same outcomes in each step; returns the checksums that a checkpoint would have."""
     rest, sums = json.dumps(row).encode()[1:], dict[int, int]()
     with path.open("wb") as file:
         if path.name == "trace.jsonl":
@@ -109,7 +109,7 @@ def _resume(run: Path, step: int, sums: Sums) -> dict[str, float]:
 
 
 def _peak_mb() -> float:
-    """Of this process; `getrusage` would count that of its parent."""
+    """Peak memory of this process; `getrusage` would include its parent's."""
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) / 1e3
 

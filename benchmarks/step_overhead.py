@@ -1,15 +1,15 @@
-"""What our layer costs: one train step of `Actor` against a bare megatron-core loop on the same packed batch.
+"""What this project's layer costs: one train step of `Actor` against a bare megatron-core loop on the same batch.
 
     python benchmarks/step_overhead.py [--json FILE] [--layouts tp1pp1dp1 tp2pp1dp1 ...] [--rounds 12]
 
-Both sides live in the same processes, with the same weights, and take turns (the order flips each round), so a busy
-machine slows both. The bare side is what one writes by hand with megatron-core: model, DDP wrapper, optimizer,
+Both sides run in the same processes, with the same weights, and take turns (the order flips each round), so a busy
+machine slows both. The bare side is what one would write by hand with megatron-core: model, DDP wrapper, optimizer,
 schedule, Megatron's vocab-parallel cross entropy and a clipped surrogate, with every tensor built beforehand. The
-project's side starts at the samples and the plan: it lays out the micro-batches, takes log-probabilities in chunks
-(which multiplies by the output projection once more in the backward pass, so as never to hold a pack's logits), takes
-entropy and the diagnostics that go to metrics.jsonl, and reduces them over the job. All of it counts as overhead.
+project's side starts at the samples and the plan: it lays out the micro-batches, computes log-probabilities in chunks
+(which multiplies by the output projection once more in the backward pass, so as never to hold a pack's logits), the
+entropy and the diagnostics of metrics.jsonl, and reduces them over the job. All of it counts as overhead.
 
-Exit code 1 where the two sides disagree on loss or gradient norm: then they did not do the same work.
+Exit code 1 if the two sides disagree on loss or gradient norm: then they did not do the same work.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TOLERANCE = 1e-4
 
 
 class BareLoop:
-    """A training step written straight against megatron-core, on tensors that are ready."""
+    """A training step written directly against megatron-core, on tensors that are built beforehand."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class BareLoop:
         megatron_config = overrides(architecture, torch.float32, config, "local")[0].build()
         megatron_config.finalize_model_grads_func = finalize_model_grads
         model = build_model(architecture, megatron_config, "local")[0].to(layout.device)
-        if model.post_process:  # the actor's output layer hands on hidden states; a plain one gives logits
+        if model.post_process:  # the actor's output layer returns hidden states, a plain one logits
             model.output_layer.__class__ = tensor_parallel.ColumnParallelLinear
         load_hf_weights([model], architecture, weights)
         self._model = DistributedDataParallel(
@@ -158,7 +158,7 @@ def _in_float32(pack: Microbatch) -> dict[str, Any]:
 
 
 def measure(layout_name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """On every rank of one layout: warm both sides up, check that they agree, and let them take turns."""
+    """On every rank of one layout: warm up both sides, check that they agree, and let them take turns."""
     sizes = _sizes(layout_name)
     torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // math.prod(sizes)))
     start_process_group()
@@ -217,10 +217,10 @@ def measure(layout_name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(layout_name: str) -> tuple[int, int, int]:
-    found = re.fullmatch(r"tp(\d+)pp(\d+)dp(\d+)", layout_name)
-    if not found:
+    match = re.fullmatch(r"tp(\d+)pp(\d+)dp(\d+)", layout_name)
+    if not match:
         raise SystemExit(f"--layouts: '{layout_name}' is not of the form tp2pp1dp1")
-    tp, pp, dp = map(int, found.groups())
+    tp, pp, dp = map(int, match.groups())
     return tp, pp, dp
 
 
@@ -238,7 +238,7 @@ def launch(layout_name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def summarize(result: dict[str, Any]) -> dict[str, Any]:
-    """Adds the ratio project / bare, paired by round and of the fastest rounds: by the clock, and in CPU time."""
+    """Add the ratio project / bare, paired by round and of the fastest rounds, in wall time and in CPU time."""
     ratios, of_fastest = {}, {}
     for clock in ("seconds", "cpu_seconds"):
         mine, bare = result[clock]["project"], result[clock]["bare"]
@@ -248,7 +248,7 @@ def summarize(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """One line a layout."""
+    """Print one line per layout."""
     print("median (lowest .. highest) over rounds; CPU time is rank 0's; `best` is the ratio of the lowest CPU times")
     print(f"{'layout':10s} {'bare, s':>22s} {'project, s':>22s} {'project / bare':>24s} {'in CPU time':>24s}   best")
     for row in rows:
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write one JSON object with every figure here")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), help="such as tp2pp1dp1")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=0, help="of each rank; 0: cores / ranks")
+    parser.add_argument("--threads", type=int, default=0, help="threads of each rank; 0: cores / ranks")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--median-tokens", type=int, default=128, help="of the log-normal completion lengths")
     parser.add_argument("--sigma", type=float, default=0.9)

@@ -1,13 +1,13 @@
 """Seconds of a step over the seconds that its tokens take at full load, by `rollout.async_steps`; in virtual time.
 
-The rollout thread of the product (`servers/dispatch.py`) asks canned servers that follow the roofline of one replica:
-an iteration takes a fixed time, the weights' and the cached keys' reading, and FLOPs by its batch. No second is spent
-waiting, and no figure depends on this machine. Lengths are log-normal, between prompts and within them, cut at the cap:
+The trainer's own rollout thread (`servers/dispatch.py`) sends requests to simulated servers that follow the roofline of
+one replica: an iteration takes a fixed time, plus reading weights and cached keys, plus FLOPs by its batch. Nothing
+waits in real time, and no figure depends on this machine. Lengths are log-normal between prompts and within, capped:
 
     python benchmarks/streaming.py [--steps 12] [--update 0.2] [--replicas 4] [--prompt 150] [--together]
 
-`--update` is a step's seconds of training as a share of its tokens at full load. `--together` sends each group to one
-replica, for comparison: the product spreads its completions (`Work.spread`), and each replica reads the prompt.
+`--update` is a step's training time, as a share of the time of its tokens at full load. `--together` sends each group
+to one replica, for comparison: the trainer spreads its completions (`Work.spread`), and each replica reads the prompt.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dppo_megatron.rollout.servers.wire import Completed, Event, Expected, Gener
 _BANDWIDTH, _WEIGHTS, _CACHED, _FIXED_S = 3.35e12 * 0.7 * 2, 16.4e9, 147456, 0.006
 _TOKEN_S = 2 * 8.2e9 / (989e12 * 0.4 * 2)
 _CACHE_TOKENS, _SEQUENCES, _RESERVED, _PIECE = 536402, 1024, 600, 16
-"""Qwen3-8B on two H100; figures are ratios, and no claim about that machine."""
+"""Qwen3-8B on two H100. The figures are ratios, so they claim nothing about that machine."""
 
 
 @dataclass
 class Replica:
-    """A canned server: `VLLMServer` as far as the fleet asks it, and the sequences that it runs."""
+    """A simulated server: the part of `VLLMServer` that the fleet uses, and the sequences that run."""
 
     url: str
     prompt: int
@@ -48,9 +48,9 @@ class Replica:
     """Tokens so far."""
     made_full: int = 0
     full_s: float = 0.0
-    """Tokens and seconds up to now while others waited for room."""
+    """Tokens, and the time, when completions last waited for room: until then the replica was full."""
     waiting: list[tuple[int, int]] = field(default_factory=list)
-    """(ticket, tokens) of each completion, in the order in which they came."""
+    """(ticket, tokens) of each completion, in the order of arrival."""
     ticket: Any = field(default_factory=lambda: np.zeros(0, np.int64))
     left: Any = field(default_factory=lambda: np.zeros(0, np.int64))
     context: Any = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -104,14 +104,14 @@ class Steps:
 
     Args:
         lengths: [steps, prompts, G] tokens of each completion.
-        ahead: `rollout.async_steps`; at least the number of steps: all at once, for the rate at full load.
+        ahead: `rollout.async_steps`. As large as the number of steps: all at once, for the rate at full load.
         update_s: seconds of training of a step.
-        given: replicas, prompt and together, of the command line.
+        options: replicas, prompt and together, from the command line.
     """
 
-    def __init__(self, lengths: Any, ahead: int, update_s: float, given: argparse.Namespace) -> None:
-        self.lengths, self._ahead, self._update_s, self._given = lengths, ahead, update_s, given
-        self.servers = [Replica(f"http://127.0.0.1:{8000 + place}", given.prompt) for place in range(given.replicas)]
+    def __init__(self, lengths: Any, ahead: int, update_s: float, options: argparse.Namespace) -> None:
+        self.lengths, self._ahead, self._update_s, self._options = lengths, ahead, update_s, options
+        self.servers = [Replica(f"http://127.0.0.1:{8000 + i}", options.prompt) for i in range(options.replicas)]
         self._at = {server.url: server for server in self.servers}
         config = RolloutConfig(engine="vllm")
         config.limits.max_concurrent_sequences = _SEQUENCES
@@ -125,7 +125,7 @@ class Steps:
         self.now, self._free_s = 0.0, 0.0
         self.works: list[Work] = []
         self.done_s: list[float] = []
-        """When the answers of each step were there."""
+        """When the answers of each step were complete."""
         self.trained = 0
         """Tokens of the steps that were trained."""
         self._open: dict[int, tuple[Submit, int]] = {}
@@ -139,24 +139,24 @@ class Steps:
         self.fleet.close()
 
     def _begin(self) -> None:
-        """Those that may be open now."""
+        """Begin the steps that may be open now."""
         while len(self.works) <= min(len(self.done_s) + self._ahead, len(self.lengths) - 1):
             step, (prompts, size) = len(self.works), self.lengths.shape[1:]
-            read, most = (0,) * self._given.prompt, int(self.lengths.max())
+            read, most = (0,) * self._options.prompt, int(self.lengths.max())
             groups = [GenerateRequest(f"{step}-{index}-0", read, size, 0, most) for index in range(prompts)]
             self.works.append(Work(groups, Expected(19, 1, 9), order=step, number=step))
-            if not self._given.together:
+            if not self._options.together:
                 self.works[-1].spread(len(self.servers), _SEQUENCES)
 
     def _turn(self, *, ended: bool = False) -> None:
-        """The loop's turn: the next step trains once its answers are there, and then a new one may begin."""
+        """The loop's turn: the next step trains once its answers are complete, and then a new one may begin."""
         while len(self.done_s) < len(self.works) and self.works[len(self.done_s)].is_complete:
             work = self.works[len(self.done_s)]
             self.done_s.append(max(self.now, self._free_s))
             self._free_s = self.done_s[-1] + self._update_s
             self.trained += sum(sum(one.lengths) for one in work.done.values())
         if ended and len(self.works) < len(self.lengths):
-            self.now = max(self.now, self._free_s)  # nothing to generate before the training is over
+            self.now = max(self.now, self._free_s)  # there is nothing to generate until the training ends
         if self.now >= self._free_s:
             self._begin()
 
@@ -175,7 +175,7 @@ class Steps:
         server = self._at[ask.server]
         server.now = max(server.now, self.now) if not len(server.left) else server.now
         lengths = self.lengths[step, prompt, first : first + ask.group.count].tolist()
-        server.now += self._given.prompt * _TOKEN_S
+        server.now += self._options.prompt * _TOKEN_S
         server.waiting += [(ask.ticket, length) for length in lengths]
         self._open[ask.ticket] = ask, ask.group.count
 
@@ -184,7 +184,7 @@ class Steps:
     def cancel(self, tickets: Sequence[int]) -> None: ...
 
     def events(self, timeout_s: float) -> list[Event]:
-        """What ends next on the server whose clock is behind the others'."""
+        """The completions that end next on the server whose clock is furthest behind."""
         self._turn()
         busy = [server for server in self.servers if len(server.left) or server.waiting]
         if not busy:
@@ -192,16 +192,16 @@ class Steps:
         server = min(busy, key=lambda one: one.now)
         others = [one.now for one in busy if one is not server]
         limit = min([*others, self._free_s if self._free_s > self.now else math.inf]) + 1e-9
-        found: list[Event] = []
+        events: list[Event] = []
         for ticket in server.run_until(max(limit, server.now + 1e-9)):
             ask, left = self._open[ticket]
             self._open[ticket] = ask, left - 1
             if left == 1:
                 step, prompt, first = map(int, ask.group.request_id.split("-"))
                 lengths = self.lengths[step, prompt, first : first + ask.group.count].tolist()
-                found += [Completed(ticket, lengths, ["stop"] * len(lengths), []), Graded(ticket)]
+                events += [Completed(ticket, lengths, ["stop"] * len(lengths), []), Graded(ticket)]
         self.now = max(self.now, min(one.now for one in busy))
-        return found
+        return events
 
 
 def drawn(steps: int, prompts: int, size: int, cap: int, mean: float, sigma: float) -> Any:
@@ -212,10 +212,10 @@ def drawn(steps: int, prompts: int, size: int, cap: int, mean: float, sigma: flo
     return np.minimum(cap, lengths).astype(np.int64).clip(16)
 
 
-def step_s(lengths: Any, ahead: int, update_s: float, given: argparse.Namespace) -> float:
-    """Mean seconds from one step's answers to the next's: without the first quarter of the steps, and up to the last
-    behind which as many were open as at the beginning."""
-    steps = Steps(lengths, ahead, update_s, given)
+def step_s(lengths: Any, ahead: int, update_s: float, options: argparse.Namespace) -> float:
+    """Mean seconds from one step's answers to the next's, without the first quarter of the steps, and up to the last
+    step after which as many were open as before."""
+    steps = Steps(lengths, ahead, update_s, options)
     steps.run()
     assert steps.trained == lengths.sum(), "every completion is trained in its own step"
     first, last = len(lengths) // 4 - 1, len(lengths) - 1 - ahead

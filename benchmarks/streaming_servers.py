@@ -1,11 +1,12 @@
-"""Seconds of a run whose answers have a long tail, on two real servers of this machine: K steps ahead against none.
+"""Seconds of a run whose answers have a long tail, on two real servers on this machine: K steps ahead against none.
 
     python benchmarks/streaming_servers.py --python .venv-vllm/bin/python [--engine vllm] [--ahead 0 2] [--rounds 3]
         [--steps 8] [--equal] [--json FILE]
 
-The quickstart's model with its end of sequence made rarer: lengths are about geometric, 50 to 70 tokens in the mean and
-several hundred at most; `--equal` ends none before 64 tokens. 16 prompts x 8 a step, rewarded by the parity of their
-length. Runs take turns; compared is the time of all steps of a run, since those ahead are generated in another's.
+The quickstart's model, with its end of sequence made rarer: lengths are about geometric, with a mean of 50 to 70 tokens
+and several hundred at most. With `--equal` no answer ends before 64 tokens. A step has 16 prompts x 8 completions,
+rewarded by the parity of their length. Runs take turns; the time of all steps of a run is compared, since steps ahead
+are generated during others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _RARER = 2.0
 
 
 def parity(completion: str, answer: str) -> float:
-    """A reward that an untrained model gets half of the time."""
+    """A reward that an untrained model earns half of the time."""
     return float(len(completion) % 2)
 
 
@@ -73,7 +74,7 @@ def write_files(files: Path, *, equal: bool) -> None:
 
 
 def run_s(given: argparse.Namespace, files: Path, run: Path, ahead: int) -> float:
-    """Of all steps of one run."""
+    """Seconds of all steps of one run."""
     settings = {
         "run_dir": run,
         "steps": given.steps,
@@ -96,7 +97,7 @@ def run_s(given: argparse.Namespace, files: Path, run: Path, ahead: int) -> floa
         "rollout.sync.in_flight": "continue",
         "packing.max_tokens_per_microbatch": 4096,
         "actor.optimizer.min_learning_rate": 0,
-        "actor.optimizer.learning_rate": 1e-9,  # the policy stays, and with it the lengths
+        "actor.optimizer.learning_rate": 1e-9,  # keeps the policy, and so the lengths, as they are
     }
     command = [sys.executable, "-m", "dppo_megatron", "train", "configs/quickstart.yaml"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}

@@ -5,13 +5,13 @@
 
 The figures in docs/ are of `compare` with rollout.prompts_per_step=64 actor.optimizer.learning_rate=1e-3 steps=40.
 
-Of every seed the same checkpoint, training problems, held-out problems, reward function and hyper-parameters as the
-comparison's GRPO had, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
+For every seed, TRL gets the checkpoint, training problems, held-out problems, reward function and hyper-parameters of
+the comparison's GRPO, which are read from its run. Everything else is TRL's: generation by transformers, buffering,
 padding, loss, optimizer. The arm `trl_pruned` is the same with `dppo_megatron.adapters.trl`, with the comparison's own
-pruning settings and, as there, perhaps more steps; `trl_compact` has only the adapter's generation, and tells how
-much of the gain is that. TRL gets the fastest of several per-device batch sizes, tried for
-three steps each. Evaluation samples as ours does and is counted in no time. TRL's run is then the baseline, and the
-others are judged against it as `compare` judges (`dppo_megatron/workbench/compare/verdict.py`).
+pruning settings and, as there, perhaps more steps; `trl_compact` has only the adapter's generation, which shows that
+part of the gain. TRL gets the fastest of several per-device batch sizes, tried for three steps each. Evaluation
+samples as ours does, and its time is not counted. TRL's run is then the baseline, and the others are judged against it
+by the rules of `compare` (`dppo_megatron/workbench/compare/verdict.py`).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SAME_ON_BOTH_SIDES = {
     "data.system_prompt": None,
     "model.dtype": "float32",
 }
-"""What TRL's side is told by its own defaults, or by `_trl_settings`, whatever the comparison had."""
+"""Settings that TRL's side always has, by its own defaults or by `_trl_settings`: the comparison must have them too."""
 
 
 def run_worker(job_path: Path) -> None:
-    """In TRL's process: train as job_path says, and write the curve beside it."""
+    """In TRL's process: train by the settings in `job_path`, and write the curve beside it."""
     import torch
     import transformers
     import trl  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -93,16 +93,16 @@ def run_worker(job_path: Path) -> None:
         **own,
     )
     trainer.train()
-    found = {"points": watch.points, "solved": watch.solved, "step_cpu_s": watch.step_cpu_s}
-    found["versions"] = {"trl": trl.__version__, "transformers": transformers.__version__}
-    (job_path.parent / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    results = {"points": watch.points, "solved": watch.solved, "step_cpu_s": watch.step_cpu_s}
+    results["versions"] = {"trl": trl.__version__, "transformers": transformers.__version__}
+    (job_path.parent / "found.json").write_text(json.dumps(results), encoding="utf-8")
 
 
 class Watch:
-    """Clocks TRL's steps and evaluates between them, which is counted in no time.
+    """Measures TRL's steps, and evaluates between them without counting that time.
 
     Args:
-        evaluate: 1.0 or 0.0 of each held-out problem, by the weights as they are.
+        evaluate: returns 1.0 or 0.0 for each held-out problem, with the current weights.
     """
 
     def __init__(self, job: dict[str, Any], evaluate: Callable[[], list[float]]) -> None:
@@ -113,11 +113,11 @@ class Watch:
         self.step_cpu_s: list[float] = []
 
     def begin_step(self) -> None:
-        """From here on time counts."""
+        """Start counting time."""
         self._clocks = time.perf_counter(), time.process_time()
 
     def end_step(self, step: int) -> None:
-        """Up to here."""
+        """Stop counting time, and evaluate if it is due."""
         took = time.perf_counter() - self._clocks[0], time.process_time() - self._clocks[1]
         self._spent = [before + now for before, now in zip(self._spent, took, strict=True)]
         self.step_cpu_s.append(took[1])
@@ -125,7 +125,7 @@ class Watch:
             self.evaluate(step)
 
     def evaluate(self, step: int) -> None:
-        """A point of the curve; none in a trial, which is about seconds only."""
+        """Add a point to the curve; not in a trial, which only measures seconds."""
         if self._job["trial"]:
             return
         self.solved.append(self._evaluate())
@@ -137,7 +137,7 @@ class Watch:
 
 
 def _as_callback(watch: Watch) -> Any:
-    """As transformers' Trainer calls it."""
+    """`watch` as a callback of transformers' Trainer."""
     import transformers
 
     class Calls(transformers.TrainerCallback):  # type: ignore[misc]
@@ -154,19 +154,19 @@ def _as_callback(watch: Watch) -> Any:
 
 
 def _answers(model: Any, tokenizer: Any, heldout: list[dict[str, Any]], job: dict[str, Any]) -> list[str]:
-    """Texts that the model samples for the held-out problems, as our evaluation samples them."""
+    """Texts that the model samples for the held-out problems, in the way of this project's evaluation."""
     import torch
 
     torch.manual_seed(job["seed"])
     model.eval()
-    asked = tokenizer([row["problem"] for row in heldout], return_tensors="pt", padding=True)
+    prompts = tokenizer([row["problem"] for row in heldout], return_tensors="pt", padding=True)
     sampling: dict[str, Any] = {"do_sample": False}
     if job["eval_temperature"]:
         sampling = {"do_sample": True, "temperature": job["eval_temperature"], "top_k": 0, "top_p": 1.0}
     with torch.no_grad():
-        tokens = model.generate(**asked, max_new_tokens=job["max_completion_tokens"], **sampling)
+        tokens = model.generate(**prompts, max_new_tokens=job["max_completion_tokens"], **sampling)
     model.train()
-    texts: list[str] = tokenizer.batch_decode(tokens[:, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts: list[str] = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
     return texts
 
 
@@ -198,7 +198,7 @@ def _trl_settings(job: dict[str, Any], output_dir: Path) -> dict[str, Any]:
 
 
 def _schedule(job: dict[str, Any]) -> dict[str, Any]:
-    """Our constant and linear schedules under transformers' names; its own "linear" ends at 0."""
+    """This project's constant and linear schedules under transformers' names, whose own "linear" ends at 0."""
     if job["lr_schedule"] == "constant":
         return {"lr_scheduler_type": "constant_with_warmup"}
     if job["lr_schedule"] == "linear":
@@ -224,16 +224,16 @@ def end_to_end(args: argparse.Namespace) -> int:
             tried = {size: _trial(args, out, job, size) for size in args.trl_batch_sizes}
             batch_size = min(tried, key=lambda size: tried[size])
         for arm in ("trl", "trl_compact", "trl_pruned"):
-            asked = job | {"batch_size": batch_size, "is_compact": arm == "trl_compact"}
+            arm_job = job | {"batch_size": batch_size, "is_compact": arm == "trl_compact"}
             if arm == "trl_pruned":
-                asked |= {"pruning": pruning, "steps": round(job["steps"] * args.pruned_steps_factor)}
-            found = _work(args.trl_python, out / f"seed{seed}" / arm, asked)
-            versions = found["versions"]
-            last = [sum(shares) / LAST for shares in zip(*found["solved"][-LAST:], strict=True)]
-            curve = [Point(**point) for point in found["points"]]
+                arm_job |= {"pruning": pruning, "steps": round(job["steps"] * args.pruned_steps_factor)}
+            results = _work(args.trl_python, out / f"seed{seed}" / arm, arm_job)
+            versions = results["versions"]
+            last = [sum(shares) / LAST for shares in zip(*results["solved"][-LAST:], strict=True)]
+            curve = [Point(**point) for point in results["points"]]
             runs.append(MethodRun(arm, seed, curve, {}, {"heldout": list(last)}, {"step": curve[-1].train_s}))
     names = list(dict.fromkeys(run.arm for run in runs if run.arm != "trl"))
-    arms = [Arm(name, "ours", 0, ()) for name in names]  # none is a GRPO of TRL's: the first arm is the baseline
+    arms = [Arm(name, "ours", 0, ()) for name in names]  # no arm has the method grpo, so the first is the baseline
     verdict = judge(runs, [Arm("trl", "trl", 0, ()), *arms])
     print(table(verdict))
     print(f"TRL {versions['trl']}, per-device batch size {batch_size}: " + _seconds(tried))
@@ -245,7 +245,7 @@ def end_to_end(args: argparse.Namespace) -> int:
 
 
 def _job(run_dir: Path, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What TRL needs of our run's settings, and its pruning settings under the default methods."""
+    """What TRL needs from the run's settings, and the run's pruning settings with the method dppo."""
     from dppo_megatron.config import load_config
 
     config = load_config(str(run_dir / "config.yaml"), [], writes_run=False)
@@ -274,29 +274,29 @@ def _job(run_dir: Path, threads: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "pruning": None,
         "is_compact": False,
     }
-    given = {level: asdict(getattr(config.pruning, level)) | {"method": "dppo"} for level in ("prompt", "completion")}
-    return job, given
+    pruning = {level: asdict(getattr(config.pruning, level)) | {"method": "dppo"} for level in ("prompt", "completion")}
+    return job, pruning
 
 
 def _trial(args: argparse.Namespace, out: Path, job: dict[str, Any], size: int) -> float:
-    """CPU seconds of a step, the first left out."""
-    found = _work(args.trl_python, out / "trl_trial", job | {"batch_size": size, "trial": True})
-    return float(min(found["step_cpu_s"][1:]))
+    """CPU seconds of the fastest step, without the first."""
+    results = _work(args.trl_python, out / "trl_trial", job | {"batch_size": size, "trial": True})
+    return float(min(results["step_cpu_s"][1:]))
 
 
 def _work(python: str, directory: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Run TRL's process, unless it has done this job already."""
+    """Run TRL's process, unless it has done this job already; returns its results."""
     directory.mkdir(parents=True, exist_ok=True)
-    job_path, found_path = directory / "job.json", directory / "found.json"
+    job_path, results_path = directory / "job.json", directory / "found.json"
     wanted = json.dumps(job)
-    if not (found_path.exists() and job_path.exists() and job_path.read_text(encoding="utf-8") == wanted):
-        found_path.unlink(missing_ok=True)
+    if not (results_path.exists() and job_path.exists() and job_path.read_text(encoding="utf-8") == wanted):
+        results_path.unlink(missing_ok=True)
         job_path.write_text(wanted, encoding="utf-8")
         environment = os.environ | {"OMP_NUM_THREADS": str(job["threads"])}
         command = [python, str(Path(__file__).with_name("against_trl.py")), "--end-to-end-worker", str(job_path)]
         subprocess.run(command, check=True, env=environment)
-    found: dict[str, Any] = json.loads(found_path.read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(results_path.read_text(encoding="utf-8"))
+    return results
 
 
 def _rows(path: str) -> list[dict[str, Any]]:

@@ -1,15 +1,15 @@
-"""The account of the variance on recorded runs: what was predicted before each draw against what it came to.
+"""The account of the variance on recorded runs: the growth predicted before each draw against the realised growth.
 
     python benchmarks/variance_account.py TRACE [TRACE ...] [--draws N] [--json FILE]
     python benchmarks/variance_account.py --compare DIR [--json FILE]
 
-A trace of an unpruned run knows the outcome of every nominal prompt, so the variance that a draw causes is known and
-not estimated. Each row: a trace at one rate of prompts and one setting for completions, the growth by both selections,
-predicted over realised, means over the steps and over draws that differ in nothing else.
+A trace of an unpruned run has the outcome of every nominal prompt, so the variance that a draw causes is known, not
+estimated. Each row is a trace at one rate of prompts and one setting for completions: the growth by both selections,
+predicted over realised, as means over the steps and over draws that differ in nothing else.
 
---compare: DIR is that of `dppo-megatron compare CONFIG --methods grpo,dppo --steps-factor 2 --seeds 10 --out DIR`. On
-each seed what `simulate` says from GRPO's run, like for like and of one pair of runs, beside the speed-up to 90 % that
-was measured in CPU seconds.
+--compare: DIR is that of `dppo-megatron compare CONFIG --methods grpo,dppo --steps-factor 2 --seeds 10 --out DIR`. For
+each seed, it compares what `simulate` predicts from GRPO's run, like for like and for one pair of runs, with the
+measured speed-up to 90 % in CPU seconds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(trace: Trace, rate: float, completions: dict[str, Any], draws: int) 
 
 
 def account(paths: list[str], draws: int) -> list[dict[str, Any]]:
-    """Every row, printed as it comes."""
+    """Every row of the table, printed once it is computed."""
     rows: list[dict[str, Any]] = []
     print("| trace | prompts | completions | predicted | realised | where prompts are skipped | predicted / realised |")
     print("|---|---|---|---|---|---|---|")
@@ -95,7 +95,7 @@ def account(paths: list[str], draws: int) -> list[dict[str, Any]]:
 
 
 def against_compare(home: Path) -> list[dict[str, Any]]:
-    """Simulated and measured speed-ups of each seed that has finished."""
+    """Simulated and measured speed-ups of each finished seed."""
     rows: list[dict[str, Any]] = []
     print(
         "| seed | like for like, simulated | one pair, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|"

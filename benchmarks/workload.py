@@ -1,5 +1,5 @@
-"""What benchmarks share: spread of repeated measurements, the machine, one JSON. Shapes, random weights and samples are
-those that `accept` and the doctor measure with on a user's machine (`dppo_megatron.workbench`).
+"""What benchmarks share: the spread of repeated measurements, the machine, the JSON file. Shapes, random weights and
+samples are those with which `accept` and `doctor` measure a user's machine (`dppo_megatron.workbench`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """Median and range of at least one value."""
         return cls(float(np.median(values)), float(min(values)), float(max(values)))
 
     def as_dict(self) -> dict[str, float]:
@@ -62,7 +62,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """One JSON object with every figure, if a file was asked for."""
+    """Write one JSON object with every figure and the environment, unless `path` is None."""
     if path is not None:
         path.write_text(json.dumps(result | environment(), indent=1) + "\n", encoding="utf-8")
 

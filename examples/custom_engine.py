@@ -4,8 +4,8 @@ It learns nothing from the weights, but it keeps the whole contract of `rollout/
 requests, a prompt's completions stay together, tokens depend on (seed, step, prompt, completion) alone, and the
 log-probabilities are those of the distribution that was sampled from. Start from this and replace `_sample`.
 
-An engine has no setting of its own to be plugged in by: it is a branch in `dppo_megatron/steps/build.py` and a name in
-`RolloutConfig.engine` (docs/extending.md).
+No setting plugs in an engine: add a branch to `dppo_megatron/steps/build.py` and a name to `RolloutConfig.engine`
+(docs/extending.md).
 """
 
 import math
@@ -34,7 +34,7 @@ class UniformEngine(Engine):
         return False  # no canary: there is no server whose weights could differ
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        for position in own_requests(requests):  # all of the job's are given; this rank's share is taken
+        for position in own_requests(requests):  # `requests` are all of the job's: take this rank's share
             request = requests[position]
             yield position, self._sample(request, request.sampling or sampling)
 
@@ -43,7 +43,7 @@ class UniformEngine(Engine):
         prompt, index = request.prompt.index, request.completion_index
         draws = generator(sampling.seed, request.purpose, request.step, prompt, index)
         longest = sampling.max_completion_tokens
-        limit = min(request.limit or longest, longest)  # earlier only with pruning.early_stop
+        limit = min(request.limit or longest, longest)  # below `longest` only with pruning.early_stop
         tokens = draws.integers(size, size=longest)[:limit]
         ends = np.flatnonzero(np.isin(tokens, [end, *sampling.stop_token_ids]))
         tokens = tokens[: ends[0] + 1] if len(ends) else tokens

@@ -1,4 +1,4 @@
-"""Graders of one's own: the last number of a completion against the reference, and a small reward for being short.
+"""Custom graders: the last number of a completion against the reference, and a small reward for being short.
 
     dppo-megatron train configs/quickstart.yaml reward.function=examples.custom_grader:last_number
 
@@ -19,9 +19,9 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def last_number(completion: str, answer: str, row: Mapping[str, Any]) -> Grade:
-    """1 if the last number is the reference, else 0. Every text gets a grade: cut off, empty or hostile.
+    """1 if the last number is the reference, else 0. Every text gets a grade: truncated, empty or hostile.
 
-    `row` holds the other fields of the problem's row; a grader with two arguments is not given it.
+    `row` holds the other fields of the problem's row; a grader with two arguments does not get it.
     """
     numbers = _NUMBER.findall(completion.replace(",", ""))
     if not numbers:

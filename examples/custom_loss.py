@@ -1,4 +1,4 @@
-"""A policy loss of one's own: SAPO's soft gate (arXiv 2511.20347) in place of the clip.
+"""A custom policy loss: SAPO's soft gate (arXiv 2511.20347) in place of the clip.
 
     dppo-megatron train configs/quickstart.yaml objective.function=examples.custom_loss:soft_gate
 
@@ -15,10 +15,10 @@ TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE = 1.0, 1.05
 
 
 def soft_gate(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
-    """loss_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A: the gradient fades as the ratio leaves 1, and is never cut.
+    """loss_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A: the gradient fades as the ratio leaves 1, and is never clipped.
 
     Return one loss a token. Weights, denominators, the KL and entropy terms and the rollout correction are added
-    outside; `config` is here for settings to share, such as `clip_low`.
+    outside; read settings such as `clip_low` from `config`.
     """
     ratio = (batch.logprobs - batch.old_logprobs).clamp(-20, 20).exp()
     temperature = torch.where(batch.advantages > 0, TEMPERATURE_POSITIVE, TEMPERATURE_NEGATIVE)

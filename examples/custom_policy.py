@@ -1,4 +1,4 @@
-"""Two pruning policies of one's own: probabilities in, and the trainer draws, weighs and labels.
+"""Two custom pruning policies: they return probabilities; the trainer draws, weights and labels.
 
     dppo-megatron train configs/quickstart.yaml pruning.prompt.method=examples.custom_policy:Varied \\
         pruning.completion.method=examples.custom_policy:Cheap
@@ -16,7 +16,7 @@ from dppo_megatron.types import FloatArray, IntArray
 
 
 class Varied(CustomPromptPolicy):
-    """Prompts that are new or have had both right and wrong answers: always. The others: one time in three.
+    """Keep prompts that are new or have had both right and wrong answers always, the others one time in three.
 
     Example: three visited prompts with reward variances [0.25, 0, 0] get probabilities [1, 1/3, 1/3]; those that are
     kept have weights 1 and 3.
@@ -31,7 +31,7 @@ class Varied(CustomPromptPolicy):
 
 
 class Cheap(CustomCompletionPolicy):
-    """About half of the completions; the probability grows with |advantage| and falls with the root of the length.
+    """Keep about half of the completions; the probability grows with |advantage| and falls with the root of the length.
 
     Example: |advantages| [1, 1], lengths [100, 400], one to keep: probabilities [2/3, 1/3].
     """

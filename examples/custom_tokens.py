@@ -1,10 +1,10 @@
-"""Advantages of one's own for each token: what a completion says again earns less; or a baseline for each token.
+"""Custom advantages for each token: repetitions within a completion earn less; or a baseline for each token.
 
     dppo-megatron train configs/quickstart.yaml objective.token_values=examples.custom_tokens:repeats
     dppo-megatron train configs/quickstart.yaml objective.token_values=examples.custom_tokens:survivors \
         objective.advantage=rloo objective.normalization=constant objective.zero_advantage_slope=0.1
 
-The rank that has sampled a completion asks, once pruning has kept it.
+The function is called by the rank that sampled a completion, once pruning has kept it.
 """
 
 import numpy as np
@@ -14,9 +14,9 @@ from dppo_megatron.types import Group
 
 
 def repeats(group: Group, place: int, advantage: float) -> TokenValues:
-    """Half of the advantage where four tokens in a row have come before; of a wrong completion, half as much again.
+    """Half of the advantage where the last four tokens have occurred before; 1.5 times a negative advantage there.
 
-    Where the advantage is 0 so is what it returns, as pruning has it that such completions have no gradient.
+    Where the advantage is 0, so is the result: pruning assumes that such completions have no gradient.
     """
     ids = group.completions[place].token_ids.tolist()
     seen: set[tuple[int, ...]] = set()
@@ -30,14 +30,14 @@ def repeats(group: Group, place: int, advantage: float) -> TokenValues:
 
 
 def survivors(group: Group, place: int, advantage: float) -> TokenValues:
-    """The reward less the mean of those mates that were at least as long: a long answer that is mostly wrong is no
-    surprise there.
+    """The reward minus the mean reward of the mates that were at least as long at that token: if long answers are
+    mostly wrong, a wrong long one is no surprise.
 
-    It knows of the completion only that it got to its token, so the expected gradient is `rloo`'s; not where the token
-    sum is divided by the completion's length, nor with `objective.overlong.buffer_tokens`, whose penalty is not in the
-    group's rewards, nor with early stops, whose ends are the short ones. It is not 0 where a reward is its mates' mean,
-    so `zero_advantage_slope` is needed. `simulate --roulette` says what such a baseline would gain: on recorded runs
-    nothing (docs/choosing.md).
+    The baseline knows only that the completion reached the token, so the expected gradient is that of `rloo`; not if
+    the token sum is divided by the completion's length, nor with `objective.overlong.buffer_tokens`, whose penalty is
+    not in the group's rewards, nor with early stops, which let the short ones end. It is not 0 where a reward equals
+    its mates' mean, so `zero_advantage_slope` is needed. `simulate --roulette` predicts the gain of such a baseline: on
+    recorded runs nothing (docs/choosing.md).
     """
     lengths = np.array([len(one.token_ids) for one in group.completions])
     mates = ~np.isnan(group.rewards) & (np.arange(len(lengths)) != place)

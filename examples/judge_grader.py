@@ -4,9 +4,9 @@
     dppo-megatron train CONFIG reward.function=examples.judge_grader:judge reward.correct_from=0.8 \\
         reward.min_self_consistency=0 reward.max_concurrent=512 reward.timeout_s=120
 
-An `async def` grader: one process asks hundreds of questions at a time, `reward.max_concurrent` at most. What the
-judge does not answer within `reward.timeout_s` has failed, and is not a 0. `min_self_consistency=0` spares it 2,000
-references.
+An `async def` grader: one process has hundreds of requests in flight, `reward.max_concurrent` at most. A grading that
+the judge does not answer within `reward.timeout_s` has failed; it is not a 0. `min_self_consistency=0` spares the judge
+2,000 references.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ _sessions: list[aiohttp.ClientSession] = []
 
 
 async def judge(completion: str, answer: str, *, row: Mapping[str, Any], prompt: str, finish_reason: str) -> Grade:
-    """The last number of the judge's reply over 10; without one the grading has failed. A truncated completion is a 0,
-    and the judge is not asked."""
+    """The last number of the judge's reply over 10; without a number the grading has failed. A truncated completion is
+    a 0 without asking the judge."""
     if finish_reason == "length":
         return Grade(0.0, why="truncated")
     question = _QUESTION.format(problem=row.get("problem", prompt), answer=answer, completion=completion[-8000:])
@@ -48,7 +48,7 @@ async def judge(completion: str, answer: str, *, row: Mapping[str, Any], prompt:
 
 
 async def _ask(question: str) -> str:
-    if not _sessions:  # one for the life of the process, made where its event loop runs
+    if not _sessions:  # one session for the life of the process, created inside its event loop
         headers = {"Authorization": f"Bearer {os.environ.get('JUDGE_API_KEY', '')}"}
         _sessions.append(aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)))
     body = {
@@ -56,7 +56,7 @@ async def _ask(question: str) -> str:
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": 8,
-        # Qwen3 would spend them on its thoughts; for vLLM and SGLang, others may refuse a field they do not know
+        # Qwen3 would spend its 8 tokens on thinking; for vLLM and SGLang only, other servers may refuse the field
         "chat_template_kwargs": {"enable_thinking": False},
     }
     wait_s = 1.0

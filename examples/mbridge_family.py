@@ -1,10 +1,10 @@
-"""A family without rows in the weight table, by a class of mbridge: ByteDance's Seed-OSS.
+"""A model family without rows in the weight table, through a class of mbridge: ByteDance's Seed-OSS.
 
     dppo-megatron train CONFIG model.hf_path=Seed-OSS-36B-Base model.provider=examples.mbridge_family:SeedOssBridge \
         'model.ignore_config_keys=[attention_dropout]'
 
-needs `pip install mbridge==0.15.1 einops`. It is computed like Qwen2.5, and its weights have the same names. The first
-layer is compared with transformers' before anything is trained, so a class that is wrong is refused.
+needs `pip install mbridge==0.15.1 einops`. The model computes like Qwen2.5, and its weights have the same names. The
+first layer is compared with that of transformers before training, so a wrong class is refused.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     rollout.prompts_per_step=128
     rollout.completions_per_prompt=8
 
-A file is read whole: .yaml, or a launch script (.sh, .sbatch) with its key=value words and --flags. Values are carried
-over as they stand, and a line without `#` is one that the trainer takes; where a name is not enough, a comment says
+A file is read whole: .yaml, or a launch script (.sh, .sbatch) with its key=value words and --flags. Values are copied
+as they are written, and a line without `#` is one that the trainer accepts; where a name is not enough, a comment says
 what to look at. A YAML file's own `defaults` are not followed.
 """
 
@@ -29,14 +29,14 @@ FOUND = "here it is "
 
 
 def translate(given: str) -> str:
-    """One `key=value`, or `--key value` written as `--key=value`, as a setting of ours; else a comment."""
+    """One `key=value`, or `--key value` written as `--key=value`, as a setting of this trainer; else a comment."""
     name, _, value = given.partition("=")
     if (own := name.lstrip("-").replace("-", "_")) in KINDS:
         return checked(given, f"{own}={value}")
-    said = other_name(name, value)
-    ours = said.removeprefix(FOUND)
-    if ours == said:
-        return f"# {given}: {said or 'not in the tables; see docs/migrating.md'}"
+    answer = other_name(name, value)
+    ours = answer.removeprefix(FOUND)
+    if ours == answer:
+        return f"# {given}: {answer or 'not in the tables; see docs/migrating.md'}"
     if value in ("null", "~", ""):
         return f"# {given}: {ours}; not set there"
     key, _, note = ours.partition(" ")
@@ -54,9 +54,9 @@ def translate(given: str) -> str:
 
 
 def checked(given: str, line: str) -> str:
-    """`line` if the trainer takes it, else a comment."""
+    """`line` if the trainer accepts it, else a comment."""
     key, _, value = line.partition("=")
-    lists = value.startswith("[") and not KINDS.get(key, "").startswith("list")  # as a text it would be one path
+    lists = value.startswith("[") and not KINDS.get(key, "").startswith("list")  # the trainer would read it as one path
     if "$" in value or lists:
         return f"# {given}: {key}, with {'one value' if lists else 'what the variable holds'}"
     try:
@@ -67,7 +67,7 @@ def checked(given: str, line: str) -> str:
 
 
 def translated(given: Iterable[str]) -> Iterator[str]:
-    """All of a job: what stands in a section that is off, or says another thing of a setting again, is a comment."""
+    """All settings of a job. Those in a section that is off, or that contradict an earlier one, become comments."""
     given = list(given)
     off = re.findall(r"^[+]*(.+)\.enabled?=(?:false|False)$", "\n".join(given), re.MULTILINE)
     taken: dict[str, str] = {}
@@ -95,8 +95,8 @@ def of_yaml(values: object, above: str = "") -> Iterator[str]:
 
 
 def of_script(text: str) -> Iterator[str]:
-    """The dotted key=value words and the --flags of a script, in all of its branches, with the variables put in that
-    it gives one value."""
+    """The dotted key=value words and the --flags of a script, in all of its branches. Variables to which it assigns
+    only one value are substituted."""
     variables: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
         line = re.sub(r"\$\{(\w+):-([^${}]*)\}", r"\2", line)
@@ -119,7 +119,7 @@ def of_script(text: str) -> Iterator[str]:
 
 
 def of_words(words: list[str]) -> Iterator[str]:
-    """Those of one command line: a flag takes the words up to the next, and is true without any."""
+    """The settings of one command line: a flag takes the words up to the next flag, and is true without any."""
     flag = ""
     values: list[str] = []
     for word in [*words, "--"]:
@@ -136,12 +136,12 @@ def of_words(words: list[str]) -> Iterator[str]:
 
 
 def read(argument: str) -> Iterator[str]:
-    """What a file, or one word of the command line, sets."""
+    """The settings in a file, or in one word of the command line."""
     path = Path(argument)
     if path.suffix in (".yaml", ".yml", ".sh", ".sbatch") and "=" not in argument:
         text = path.read_text(encoding="utf-8")
         is_yaml = path.suffix in (".yaml", ".yml")
-        yield from of_yaml(yaml.load(text, yaml.BaseLoader)) if is_yaml else of_script(text)  # all as texts
+        yield from of_yaml(yaml.load(text, yaml.BaseLoader)) if is_yaml else of_script(text)  # values stay text
     else:
         yield argument if "=" in argument else f"{argument}=true"
 

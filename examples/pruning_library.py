@@ -5,7 +5,7 @@
 
 A made-up problem set stands in for rollouts. Three calls a step: `select` before rollout, `observe` and `prune` after
 the rewards. The trainer multiplies each kept completion's loss by its weight and divides by the planned batch's counts.
-`help(dppo_megatron.pruning)` says what else such a trainer has to know.
+`help(dppo_megatron.pruning)` describes what else such a trainer has to know.
 """
 
 import numpy as np
@@ -51,7 +51,7 @@ for step in range(STEPS):
         prompt_weight=chosen.weight[chosen.kept],
         num_nominal=nominal_count,
     )
-    # without the draw's probabilities nothing checks whether skipping by this score is better than at random
+    # the draw's probabilities let it check whether skipping by this score is better than at random
     score = completion_score(batch.advantages, batch.logit_grad_norm, batch.denominator, np.ones(1))
     prompts.observe(
         index,

@@ -14,7 +14,7 @@ def main(run: str) -> int:
     print(metrics[["reward/mean", "rollout/completion_tokens_mean", "time/step_s"]].tail(3))
 
     samples = pd.read_parquet(f"{run}/samples")
-    print(samples.groupby("why")[["reward", "tokens"]].mean())  # who is dropped, and for which reason
+    print(samples.groupby("why")[["reward", "tokens"]].mean())  # what is dropped, and for which reason
 
     often = samples.groupby("prompt_index")["step"].nunique().idxmax()
     story = samples[samples.prompt_index == often].sort_values(["step", "completion"])

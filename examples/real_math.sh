@@ -5,9 +5,9 @@
 #   examples/real_math.sh [DATA] [OUT]
 #
 # DATA (default: data) holds NAME/train.jsonl and NAME/test.jsonl as `dppo-megatron data NAME --out DATA/NAME` writes
-# them; what is missing is downloaded that way. vLLM takes part where DPPO_VLLM_PYTHON names the python of its
-# environment (`make .venv-vllm/.installed`, then .venv-vllm/bin/python). With the sets at hand it takes two and a half
-# minutes on two idle cores.
+# them; missing sets are downloaded that way. vLLM is used if DPPO_VLLM_PYTHON names the python of its environment
+# (`make .venv-vllm/.installed`, then .venv-vllm/bin/python). Without downloads it takes two and a half minutes on two
+# idle cores.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)/real_math
 data=${1:-data} out=${2:-runs/real_math}

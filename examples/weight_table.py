@@ -1,9 +1,9 @@
-"""What the weight table says of a model directory, beside what transformers makes of the same config.json.
+"""Compares the weight table's names and shapes for a model directory with those of transformers.
 
     python examples/weight_table.py runs/task_seed0/model
 
-The first thing to run after adding rows for a new family: it builds nothing but empty tensors, so it takes seconds at
-any size. Exit code 1 if a name or a shape differs.
+The first thing to run after adding rows for a new family: it builds only empty tensors, so it takes seconds at any
+size. Exit code 1 if a name or a shape differs.
 """
 
 import sys
@@ -19,15 +19,15 @@ from dppo_megatron.weights.mapping import full_shape, hf_shapes, table
 RENAMED = {
     "mixtral": {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
 }
-"""model_type -> what is called differently in memory and in the checkpoint."""
+"""model_type -> parts of names in memory, and what they are in the checkpoint."""
 
 
 def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """The parameters of a transformers model by their names in its checkpoint.
 
-    For dense models the two are the same. From version 5 on transformers fuses a layer's experts into two tensors in
-    memory, while checkpoints and every engine keep one tensor an expert; here each is a view into the fused one.
-    Mixtral's checkpoint has other names for them besides.
+    For dense models the names are the same. From version 5 on, transformers fuses a layer's experts into two tensors in
+    memory, while checkpoints and every engine keep one tensor per expert; here each is a view into the fused tensor.
+    Mixtral's checkpoint also has other names for them.
     """
     renamed = RENAMED.get(str(getattr(model.config, "model_type", "")), {})
     named: dict[str, Tensor] = {}
@@ -48,7 +48,7 @@ def by_checkpoint_name(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def differences(hf_path: str) -> list[str]:
-    """A line for each tensor that only one side has, or that has another shape there."""
+    """A line for each tensor that only one side has, or whose shape differs."""
     ours = hf_shapes(read_architecture(hf_path))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -120,7 +120,7 @@ def test_what_is_judged(tmp_path: Path) -> None:
     assert _row(record, "packed", "sorted") == ("fail", "the step ended without a number for it")
     record.facts, over["prediction"] = dict(ON_CPU), None
     assert _row(record, "packed", "padded") == ("shown", "tiny")
-    assert _row(record, "job", "on record") == ("not run", "not asked for")
+    assert _row(record, "job", "on record") == ("not run", "not requested")
     (parity,) = (step for step in STEPS if step.name == "parity")
     sheet = runner.Sheet(parity, tmp_path, cuda=False, model="", server_python="")
     sheet.note("float32 local_before", math.nan, 0.0, "on record")
@@ -147,8 +147,8 @@ def test_one_gpu_two_gpus_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--server-python" in why("servers") and why("servers-nccl") == "one GPU"
     assert runner.repository(runner.TESTS) == Path(__file__).parent / "test_gpu.py" and not why("gpu-tests")
     monkeypatch.setattr(runner, "repository", lambda file: None)
-    assert "not here" in why("gpu-tests") and why("memory") == "not in a checkout, whose benchmarks measure it"
-    assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the environment was not found out"
+    assert "pytest" in why("gpu-tests") and why("memory") == "needs a checkout, whose benchmarks measure it"
+    assert runner.lacking(steps["job"], Record(dict(OPTIONS))) == "the step environment has no result"
 
 
 @pytest.mark.usefixtures("fake_child")
@@ -161,13 +161,13 @@ def test_a_crash_and_a_hang_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     _run(record, out, only=("ipc", "ipc-expandable", "parity"))
     assert _row(record, "ipc", "round trips") == ("pass", "")
     verdict, note = _row(record, "ipc-expandable", "round trips")
-    assert verdict == "fail" and "no end within 1 s" in note
+    assert verdict == "fail" and "not finished within 1 s" in note
     hanging = int((out / "steps" / "ipc-expandable" / "log").read_text())
     assert not running(hanging)
     assert _row(record, "parity", "float32 local: mean")[0] == "pass"
     verdict, note = _row(record, "parity", "float32 local: first")
     assert verdict == "fail" and "exit code 7" in note and "the device is on fire" in note
-    assert _row(record, "memory", "backward") == ("not run", "not asked for")
+    assert _row(record, "memory", "backward") == ("not run", "not requested")
 
 
 @pytest.mark.usefixtures("fake_child")
@@ -206,7 +206,7 @@ def test_another_machine_s_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         _run(read_record(out, dict(OPTIONS)), out)
     (tmp_path / "child.py").write_text("raise SystemExit('RuntimeError: no driver')")
-    with pytest.raises(RunAborted, match="was not found out: ended with exit code 1: RuntimeError: no driver"):
+    with pytest.raises(RunAborted, match="are of this machine: ended with exit code 1: RuntimeError: no driver"):
         _run(read_record(out, dict(OPTIONS)), out)
     assert (out / "accept.json").read_text() == before
 

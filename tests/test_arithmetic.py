@@ -192,7 +192,7 @@ def test_the_quickstart_is_written_once_and_overwrites_nothing(tmp_path: Path) -
     before = (out / "task.json").stat().st_mtime_ns
     make_quickstart(out, SMALL)
     assert (out / "task.json").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="holds something other"):
         make_quickstart(out, SMALL._replace(seed=1))
     assert bytes_of(out) == content
     assert sorted(p.name for p in out.parent.iterdir()) == ["quickstart"]

@@ -128,7 +128,7 @@ def test_a_baseline_has_no_pruning_of_the_job() -> None:
 @pytest.mark.parametrize("names", ["", "grpo,grpo", "grop", "grpo@0", "grpo@x", "grpo@-1", "dppo@", "grpo_nonzero@1.5"])
 def test_arms_that_are_none(names: str) -> None:
     if names == "dppo@":
-        with pytest.raises(UserError, match="after @ stands the number of prompts"):
+        with pytest.raises(UserError, match="after @ comes the number of prompts"):
             parse_arms(names, _config(), 1.0)
         return
     with pytest.raises(UserError, match="--methods"):

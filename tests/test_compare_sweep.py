@@ -268,8 +268,8 @@ def test_a_candidate_that_a_guard_stops_is_left_out(
         (["=1"], "expected a setting and its values"),
         ([f"{RATE}=1e-3,,2e-3"], "expected a setting and its values"),
         (["data.train_path=a/b,c"], "expected a setting and its values"),
-        ([f"{PROMPTS}=8,0"], "after @ stands the number of prompts a step"),
-        ([f"{PROMPTS}=8,1.5"], "after @ stands the number of prompts a step"),
+        ([f"{PROMPTS}=8,0"], "after @ comes the number of prompts a step"),
+        ([f"{PROMPTS}=8,1.5"], "after @ comes the number of prompts a step"),
         ([f"{RATE}=fast"], "actor.optimizer.learning_rate"),
         ([f"{SCHEDULE}=constant,falling"], "actor.optimizer.lr_schedule"),
         (["actor.optimizer.rate=1"], "actor.optimizer.rate"),
@@ -316,4 +316,4 @@ def test_what_a_sweep_found_is_compared_on_other_seeds(
     for length in ("steps=7", "eval.every_steps=5", f"{PROMPTS}=32"):  # which the best's own settings do not follow
         assert swept("--tuned", best, length) == (2, [])
         key, _, value = length.partition("=")
-        assert re.search(rf"was swept with {key}=\d+, and here is {value}; sweep again", capsys.readouterr().err)
+        assert re.search(rf"was swept with {key}=\d+, but this job has {value}; sweep again", capsys.readouterr().err)

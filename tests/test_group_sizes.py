@@ -296,5 +296,5 @@ def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         read_trace(str(trace))
     config = {"pruning": {"early_stop": {"after_tokens": 9}}, "objective": {"advantage": "rloo"}}
     trace.write_text(json.dumps(header | {"config": config}) + "\n")
-    with pytest.raises(UserError, match="after_tokens = 9, and what that stopped cannot be shown"):
+    with pytest.raises(UserError, match="after_tokens = 9, and the outcomes of the completions that it stopped"):
         read_trace(str(trace))

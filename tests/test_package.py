@@ -98,7 +98,7 @@ def test_quickstart_runs_outside_the_checkout(python: Path, tmp_path: Path) -> N
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("keep")
     refused = _run(python, tmp_path, "quickstart", "--run-dir", "mine")
-    assert refused.returncode == 2 and "holds something that is no run" in refused.stderr
+    assert refused.returncode == 2 and "holds files that are not a run's" in refused.stderr
     assert (tmp_path / "mine" / "notes").read_text() == "keep"
 
 

@@ -55,7 +55,7 @@ def test_a_directory_that_is_no_run_stays(
     """Many a project has a config.yaml; and a file is no directory."""
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "config.yaml").write_text("mine")
-    for name, reason in (("project", "is no run"), ("project/config.yaml", "is a file")):
+    for name, reason in (("project", "holds files that are not a run's"), ("project/config.yaml", "is a file")):
         assert main([*options, "--run-dir", str(tmp_path / name)]) == 2
         assert reason in capsys.readouterr().err
     assert (tmp_path / "project" / "config.yaml").read_text() == "mine"

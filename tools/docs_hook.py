@@ -1,6 +1,6 @@
-"""Pages of the documentation site that are made from the code, and links from its pages to files outside of docs/.
+"""Generates pages of the documentation site from the code, and rewrites links from its pages to files outside docs/.
 
-mkdocs calls the two functions whose names begin with `on_`. Nothing that they make is checked in: a page that is
+mkdocs calls the two functions whose names begin with `on_`. Nothing that they generate is checked in: a page that is
 written at every build cannot be older than the code.
 """
 
@@ -49,8 +49,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to files of the repository become plain names: the site does not know where the repository is kept. The
-    page on other trainers shows the list that the program reads, that on pruning which method reads what."""
+    """Turn links to files of the repository into plain names, since the site does not know where the repository is.
+    The page on other trainers gets the list that the program reads, the one on pruning which method reads what."""
     if page is not None and page.file.src_uri.startswith("reference/"):
         return markdown
     others = (ROOT / "docs" / "other_names.txt").read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def _setting(one: Setting) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text of the schema as Markdown: what looks like HTML or a reference is neither."""
+    """Text of the schema as Markdown, with what looks like HTML or a reference escaped."""
     return re.sub(r"([<\[\]|_*])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 

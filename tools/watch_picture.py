@@ -2,8 +2,8 @@
 
     python tools/watch_picture.py runs/quickstart [docs/watch.svg] [--step 48]
 
-With --step, the run as it was after that step, as if it were still going on. The picture asks for no address: rich's
-fonts are replaced by the viewer's own.
+With --step, the run as it was after that step, as if it were still running. The picture loads nothing from the network:
+rich's web fonts are replaced by the viewer's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("watched", metavar="RUN", type=Path)
     parser.add_argument("out", metavar="FILE", type=Path, nargs="?", default=Path("docs/watch.svg"))
-    parser.add_argument("--step", type=int, metavar="N", help="the last step that has happened")
+    parser.add_argument("--step", type=int, metavar="N", help="the last step to show")
     parser.add_argument("--width", type=int, default=100, metavar="N", help="characters (default: 100)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def picture(run: Path, width: int) -> str:
-    """The SVG."""
+    """The picture as SVG."""
     console = Console(record=True, width=width, file=io.StringIO(), color_system="truecolor")
     latest = Latest(run)
     latest.look()
@@ -55,7 +55,7 @@ def picture(run: Path, width: int) -> str:
 
 
 def as_it_was(run: Path, step: int, to: Path) -> Path:
-    """A copy of the run's files as they were after `step`, with a trainer's sign of life."""
+    """A copy of the run's files as they were after `step`, with a fresh lock, so that it counts as running."""
     to.mkdir()
     shutil.copy(run / "config.yaml", to)
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)

@@ -1,7 +1,6 @@
 """What the GPU benchmarks share: batches and plans, a timed step, its useful FLOPs, rates and utilization.
 
-FLOPs count what the mathematics asks for, once (model FLOPs, not hardware FLOPs): neither padding nor recomputation
-raises a utilization.
+FLOPs are model FLOPs, not hardware FLOPs: neither padding nor recomputation raises a utilization.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 @dataclass(frozen=True, slots=True)
 class PlanTiming:
-    """What one plan took on one actor."""
+    """Times and figures of one plan on one actor."""
 
     seconds: list[float]
     """Wall time of each timed step, the device synchronized before and after."""
     peak_memory_gib: float
     """torch's peak of allocated memory over the timed steps; 0 without CUDA."""
     actor: str
-    """The actor's own description: layout, layers and why, FP8 recipe."""
+    """The actor's own description: layout, layers and their reason, FP8 recipe."""
     metrics: dict[str, float]
-    """What the last step returned; a wrong loss makes a time worthless."""
+    """The last step's metrics: a wrong loss makes a time worthless."""
 
 
 @contextmanager
 def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.dtype) -> Iterator[Actor]:
-    """An actor with random weights and a fresh optimizer; its memory is free again after the block."""
+    """An actor with random weights and a fresh optimizer; its memory is freed after the block."""
     architecture = architecture_of(shape)
     actor = Actor(config, layout, architecture, RandomWeights(architecture, layout.device), dtype=dtype)
     actor.start_phase(config.optimizer, total_steps=10**6)
@@ -64,7 +63,7 @@ def built_actor(shape: Shape, config: ActorConfig, layout: Layout, dtype: torch.
 def time_steps(
     actor: Actor, samples: Sequence[TrainSample], plan: PackPlan, *, warmup_steps: int, timed_steps: int
 ) -> PlanTiming:
-    """`Actor.update` from the samples on; the host's share of a step is part of it."""
+    """Time `Actor.update` from the samples on, including the host's share of a step."""
     objective = clipped_surrogate(0.2, 0.2, 0.0)
     for _ in range(warmup_steps):
         actor.update(samples, plan, objective)
@@ -83,7 +82,7 @@ def time_steps(
 
 
 def equal_samples(architecture: Architecture, tokens: int, microbatches: int, cap: int) -> list[TrainSample]:
-    """Samples of one length that fill their micro-batches, so that only the kernels and our layer are measured."""
+    """Samples of one length that fill their micro-batches, so that only the kernels and this project are measured."""
     prompt = tokens // 8
     completion = tokens + 1 - prompt  # the last token is only a target: length + 1 tokens are length inputs
     lengths = SampleLengths(microbatches * (cap // tokens), completion, 0.0, completion, (prompt, prompt))
@@ -93,7 +92,7 @@ def equal_samples(architecture: Architecture, tokens: int, microbatches: int, ca
 def padded_plan(
     samples: Sequence[TrainSample], layout: PackingLayout, max_tokens_per_microbatch: int, *, by_length: bool
 ) -> PackPlan:
-    """Slots as long as the longest sample of the step, or, sorted by length first, of the micro-batch.
+    """A plan with slots as long as the longest sample of the step, or, sorted by length, of the micro-batch.
 
     The same micro-batches as a padded tensor [B, L] of at most `max_tokens_per_microbatch` slots, laid out flat.
     """
@@ -155,15 +154,15 @@ def figures(
 
 
 def require_cuda(args: argparse.Namespace) -> None:
-    """Exit code 2 and one sentence where a GPU is needed and there is none."""
+    """Exit with code 2 and one sentence if a GPU is needed and there is none."""
     if not args.smoke and not torch.cuda.is_available():
         print("This benchmark needs a CUDA device; `--smoke` runs it tiny on the CPU.", file=sys.stderr)
         raise SystemExit(2)
 
 
 def peak_gib(run: Callable[[], object]) -> float:
-    """Of the device while `run` runs: all that torch reserves, and beside it the context and what others hold. 0
-    without CUDA."""
+    """Peak memory of the device during `run`: what torch reserves, plus the context and other processes. 0 without
+    CUDA."""
     if not torch.cuda.is_available():
         run()
         return 0.0

@@ -8,14 +8,13 @@
 packed-vs-padded: the same samples and the same actor; only the plan differs. `packed` is the project's planner.
     `padded` gives every sample a slot as long as the step's longest, as padded trainers do. `sorted` sorts by length
     first and pads to the longest of each micro-batch: the best that padding can do.
-fp8: bfloat16 against each FP8 recipe of Transformer Engine on the same samples, with both peaks' utilization.
+fp8: bfloat16 against each FP8 recipe of Transformer Engine on the same samples, with utilization of both peaks.
 mfu: useful FLOPs over the chip's dense bfloat16 peak, at several lengths of equal total.
-memory: the peak of each phase, of the whole device, and the share that stays when all is moved to the host.
+memory: peak memory of the whole device in each phase, and the share that stays when all is moved to the host.
 
-`--smoke` runs any of them tiny, in bfloat16 on whatever device there is, a CPU included: it shows that the script
-works and measures nothing. Without a CUDA device and without --smoke the exit code is 2. A configuration that runs
-out of memory is a row that says so: with its optimizer a 4B model takes 18 bytes a parameter, 72 GB, before
-activations.
+`--smoke` runs any of them at a tiny size, in bfloat16 on any device, a CPU included: it shows that the script works and
+measures nothing. Without a CUDA device and without --smoke the exit code is 2. A configuration that runs out of memory
+is reported as a row: with its optimizer a 4B model takes 18 bytes a parameter, 72 GB, before activations.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def packed_vs_padded(shape: str, args: argparse.Namespace, layout: Layout) -> It
         for name, plan in plans.items():
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
             slots = sum(pack.num_tokens for pack in plan.microbatches[0])
-            of_it = figures(timing, architecture_of(shape_named(shape)), samples, fp8=False)
-            yield {"what": name, "tokens_in_slots": plan.num_tokens / slots} | of_it
+            row = figures(timing, architecture_of(shape_named(shape)), samples, fp8=False)
+            yield {"what": name, "tokens_in_slots": plan.num_tokens / slots} | row
 
 
 def fp8_step_time(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
@@ -85,12 +84,12 @@ def fp8_step_time(shape: str, args: argparse.Namespace, layout: Layout) -> Itera
         )
         with built_actor(shape_named(shape), config, layout, torch.bfloat16) as actor:
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
-        of_it = figures(timing, architecture_of(shape_named(shape)), samples, fp8=recipe != "off")
-        yield {"what": "bf16" if recipe == "off" else f"fp8 {recipe}"} | of_it
+        row = figures(timing, architecture_of(shape_named(shape)), samples, fp8=recipe != "off")
+        yield {"what": "bf16" if recipe == "off" else f"fp8 {recipe}"} | row
 
 
 def utilization(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
-    """Equal-length samples that fill their micro-batches, so that only the kernels and our layer are measured."""
+    """Equal-length samples that fill their micro-batches, so that only the kernels and this project are measured."""
     config = actor_config(args)
     architecture = architecture_of(shape_named(shape))
     cap = args.max_tokens_per_microbatch
@@ -99,12 +98,12 @@ def utilization(shape: str, args: argparse.Namespace, layout: Layout) -> Iterato
             samples = equal_samples(architecture, length, args.microbatches, cap)
             plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
             timing = time_steps(actor, samples, plan, warmup_steps=args.warmup_steps, timed_steps=args.timed_steps)
-            of_it = figures(timing, architecture, samples, fp8=False)
-            yield {"what": f"{len(samples)} x {length}", "microbatches": plan.num_microbatches} | of_it
+            row = figures(timing, architecture, samples, fp8=False)
+            yield {"what": f"{len(samples)} x {length}", "microbatches": plan.num_microbatches} | row
 
 
 def memory(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row]:
-    """Of samples of the first length."""
+    """Peak memory of each phase, with samples of the first length."""
     config, cap = actor_config(args), args.max_tokens_per_microbatch
     samples = equal_samples(architecture_of(shape_named(shape)), args.sequence_tokens[0], args.microbatches, cap)
     plan = plan_microbatches(samples, layout=packing_layout(config, 1), max_tokens_per_microbatch=cap)
@@ -114,14 +113,14 @@ def memory(shape: str, args: argparse.Namespace, layout: Layout) -> Iterator[Row
         yield {"what": "log-probs", "device_gib": peak_gib(lambda: actor.own_logprobs(samples, plan))}
         yield {"what": "backward", "device_gib": peak_gib(lambda: actor.accumulate(samples, plan, objective))}
         yield {"what": "step", "device_gib": peak_gib(lambda: actor.update(samples, plan, objective))}
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         actor.offload(weights=True)
-        yield {"what": "left", "share": torch.cuda.memory_allocated() / held if held else 0.0}
+        yield {"what": "left", "share": torch.cuda.memory_allocated() / before if before else 0.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a subcommand runs, and which of its rows the others are compared with."""
+    """What a subcommand runs, and the row with which the others are compared."""
 
     rows: Callable[[str, argparse.Namespace, Layout], Iterator[Row]]
     reference: str = ""
@@ -136,7 +135,7 @@ COMMANDS = {
 
 
 def run_command(command: Command, shape: str, args: argparse.Namespace, layout: Layout) -> list[Row]:
-    """The rows up to the end, or up to the one that ran out of memory."""
+    """All rows, or those up to the one that ran out of memory."""
     rows: list[Row] = []
     try:
         for row in command.rows(shape, args, layout):
@@ -169,7 +168,7 @@ def step_samples(shape: str, args: argparse.Namespace) -> list[TrainSample]:
 
 
 def print_rows(shape: str, rows: Sequence[Row]) -> None:
-    """The table for people; the JSON has more."""
+    """Print the table; the JSON has more figures."""
     head = (
         f"{'step, s (median, range)':>30s} {'tokens/s':>11s} {'trained/s':>11s} {'TFLOP/s':>8s} {'MFU':>7s} {'GiB':>6s}"
     )
@@ -207,7 +206,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=["tensorwise", "delayed", "blockwise"], help="for fp8")
     parser.add_argument("--fp8-bf16-layers", type=int, default=0, help="first and last layers that stay bfloat16")
     parser.add_argument("--sequence-tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="for mfu")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step, for mfu")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step, for mfu and memory")
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
     parser.add_argument("--layer-spec", choices=["auto", "te", "local"], default="auto")
     parser.add_argument("--logprob-kernel", choices=["auto", "triton", "torch"], default="auto")

@@ -1,7 +1,7 @@
 """What a rank of a large job costs to set up: groups, actor, optimizer and routes, alone in its process.
 
-torch's `fake` process group says that all the others are there. What they would tell is written down from the layout
-(`routes.py`). `tests/rehearsal/test_cluster_scale.py` runs the same and looks at counts.
+torch's `fake` process group stands for all other ranks. What they would report is derived from the layout
+(`routes.py`). `tests/rehearsal/test_cluster_scale.py` runs the same and checks the counts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from dppo_megatron import platform
 from plane.common import Bar, cpu_s, on_ranks
-from plane.routes import KEYS, QWEN3_235B, told_by_all
+from plane.routes import KEYS, QWEN3_235B, reports_of_all
 
 SMALL = replace(QWEN3_235B, layers=8, hidden=256, heads=64, kv_heads=8, head=8, ffn=64, vocab=1024, tp=8, pp=4, ep=8)
-"""8 layers of Qwen3-235B-A22B with its 128 experts, narrow: widths change no count, and would only show how fast a CPU
-clears memory. 8 key-value heads, since its 4 cannot be split in 8."""
+"""8 layers of Qwen3-235B-A22B with its 128 experts, narrow: widths change no count, and the real ones would only
+measure how fast a CPU clears memory. 8 key-value heads, since its 4 cannot be split in 8."""
 GB = 1 << 30
 
 
@@ -62,18 +62,18 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     os.environ["LOCAL_RANK"] = str(rank % 8)
-    everybody = told_by_all(world, SMALL)
-    told_by_me: list[RankReport] = []
+    reports = reports_of_all(world, SMALL)
+    own_reports: list[RankReport] = []
     gather = dist.all_gather_object
 
-    def gather_told(out: list[Any], mine: Any, *rest: Any, **named: Any) -> None:
-        """The fake group gives everybody what this rank has."""
+    def gather_reports(out: list[Any], mine: Any, *rest: Any, **named: Any) -> None:
+        """The fake group fills `out` with this rank's own object: put the others' reports there."""
         gather(out, mine, *rest, **named)
         if mine and isinstance(mine[0], RankReport):
-            told_by_me.extend(mine)
-            out[:] = [[report] for report in everybody]
+            own_reports.extend(mine)
+            out[:] = [[report] for report in reports]
 
-    dist.all_gather_object = gather_told  # type: ignore[assignment]
+    dist.all_gather_object = gather_reports  # type: ignore[assignment]
     layout_config = LayoutConfig(
         tensor_parallel=8, pipeline_parallel=4, context_parallel=2, expert_parallel=8, expert_tensor_parallel=1
     )
@@ -87,9 +87,9 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
     actor.start_phase(config.optimizer, 10)
     routes = actor._stream._catalogue.plan(range(world), 1 << 22, rank)
     seconds, memory = cpu_s() - started, _anonymous_bytes() - memory
-    mine, theirs = ({pickle.loads(text) for text in told.blocks} for told in (told_by_me[0], everybody[rank]))
+    real, derived = ({pickle.loads(text) for text in one.blocks} for one in (own_reports[0], reports[rank]))
     return {
-        "told": mine == theirs and told_by_me[0].node == everybody[rank].node,
+        "report": real == derived and own_reports[0].node == reports[rank].node,
         "keys": [key for key in KEYS if key in rows] == list(rows),
         "groups": [group.size() for group in dist.distributed_c10d._world.pg_map],
         "memory": memory,
@@ -100,18 +100,18 @@ def one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is its own."""
+    """Memory of this process that it shares with no other."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def _cost(world: int, model: Path) -> tuple[float, float]:
-    found = one_rank(world // 2 + 5, world, model)
-    return found["seconds"], found["memory"] / GB
+    result = one_rank(world // 2 + 5, world, model)
+    return result["seconds"], result["memory"] / GB
 
 
 def run(smoke: bool) -> list[Bar]:
-    """A rank in a middle stage."""
+    """The cost of a rank in a middle stage."""
     platform.prepare()
     import megatron.core.optimizer  # noqa: F401
     import torch._dynamo  # noqa: F401 (torch's optimizers import it when they are made)

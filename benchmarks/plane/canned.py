@@ -1,4 +1,4 @@
-"""Engine servers that answer from a can: the right bytes for any request at almost no cost, in a process of their own.
+"""Engine servers with canned answers: the right bytes for any request at almost no cost, in a process of their own.
 
 The first part of a path names the server, so that one port serves any number.
 """
@@ -22,14 +22,14 @@ COUNT = 16
 
 @dataclass(frozen=True)
 class Canned:
-    """What every group is answered: `tokens` for each of its completions, after `delay_s`."""
+    """The answer to every group: `tokens` for each of its completions, after `delay_s`."""
 
     engine: str
     tokens: int
     delay_s: float = 0.0
 
     def body(self, request_id: str) -> bytes:
-        """In the engine's own form, to the fields that nobody reads."""
+        """The answer in the engine's own form, with the fields that nobody reads."""
         choice: dict[str, Any]
         rng = np.random.default_rng(0)
         tokens = rng.integers(1000, 150_000, self.tokens).tolist()
@@ -57,12 +57,12 @@ class Canned:
 
 
 _ID = "r-000000.00000000"
-"""Of a group, with what the client adds for each attempt."""
+"""A group's id, with what the client adds for each attempt."""
 _PIECE = 256 << 10
 
 
 def request_id(index: int) -> str:
-    """Of group `index`: always as long, so that it can be written into the can."""
+    """Id of group `index`: always of one length, so that it can be written into the canned answer."""
     return f"r-{index:06d}"
 
 
@@ -92,7 +92,7 @@ async def _run(canned: Canned, pipe: Connection) -> None:
     length, parts = len(can), [memoryview(part) for part in can.split(_ID.encode())]
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one client until it leaves."""
+        """Answer one client until it disconnects."""
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -107,7 +107,7 @@ async def _run(canned: Canned, pipe: Connection) -> None:
                 for number, part in enumerate(parts):
                     if number:
                         writer.write(body[at : at + len(_ID)])
-                    for start in range(0, len(part), _PIECE):  # all answers are one can: nothing is copied for each
+                    for start in range(0, len(part), _PIECE):  # all answers share one buffer: nothing is copied
                         writer.write(part[start : start + _PIECE])
                         await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -27,7 +27,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def dialect_of(engine: str) -> AnyDialect:
-    """vllm, sglang; vllm_arrays, sglang_arrays with our path in the server."""
+    """vllm, sglang; vllm_arrays, sglang_arrays with this project's array answers in the server."""
     arrays = engine.endswith("_arrays")
     return SGLangDialect(VOCABULARY, arrays=arrays) if "sglang" in engine else VLLMDialect(arrays=arrays)
 
@@ -46,7 +46,7 @@ class Intake:
     ) -> None:
         self.canned, self._servers = canned, CannedServers(canned)
         urls = [self._servers.url(server) for server in range(servers)]
-        made: list[Any] = [
+        engines: list[Any] = [
             SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
         listener = Listener(1)
@@ -59,23 +59,23 @@ class Intake:
         config = RolloutConfig()
         config.limits.max_concurrent_sequences = groups_each * COUNT
         config.limits.probe_every_s = 1e9
-        self.fleet = Fleet(made, config, self.clients)
+        self.fleet = Fleet(engines, config, self.clients)
         self.fleet.expect("1")
         with self.fleet.lock:
             for member in self.fleet.members:
                 member.synced("1")
 
     def work(self, groups: int, prompts: Sequence[bytes] = ()) -> Work:
-        """As many groups of the canned form."""
+        """Requests for so many groups, which the canned answer fits."""
         tokens = self.canned.tokens
-        asked = [
+        requests = [
             GenerateRequest(request_id(index), tuple(range(1000, 1100)), COUNT, 0, max_tokens=tokens)
             for index in range(groups)
         ]
-        return Work(asked, Expected(VOCABULARY, 1, 1), prompts)
+        return Work(requests, Expected(VOCABULARY, 1, 1), prompts)
 
     def take(self) -> list[Arrived]:
-        """All that is ready."""
+        """All completions that are ready."""
         return list(take(self._path, self._secret, 0, 1))
 
     @property

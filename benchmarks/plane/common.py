@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One figure and the most, or the least, that it may be."""
+    """One figure with its upper or lower limit."""
 
     part: str
     name: str
@@ -27,7 +27,7 @@ class Bar:
     unit: str = ""
     at_least: bool = False
     is_time: bool = False
-    """Depends on the machine."""
+    """The figure depends on the machine."""
 
     @property
     def holds(self) -> bool:
@@ -36,7 +36,7 @@ class Bar:
 
 
 def table(bars: list[Bar]) -> str:
-    """Lines for people."""
+    """The bars as lines to print."""
     sign = {True: ">=", False: "<="}
     return "\n".join(
         f"{bar.part:<9} {bar.name:<58} {bar.value:>10.4g} {bar.unit:<10} {sign[bar.at_least]} {bar.limit:<8g}"

@@ -1,13 +1,13 @@
 """What is left of the trainer's interpreter while 1 Mtok/s arrive.
 
-Torch's calls a second in three settings, in turn: alone; while the answers arrive in another process, whose rank 0 asks
-and is told as this one's would be; and while they arrive here. The servers and the client take as many cores in the
-second as in the third, so what the third has less is what the trainer's process loses: on a machine with fewer cores
-than busy processes torch slows down beside any load, whoever it belongs to.
+Measures torch calls per second in three settings, in turn: alone; while the answers arrive in another process, which
+does what rank 0 would do here; and while they arrive here. The servers and the client take as many cores in the second
+setting as in the third, so the difference of these two is what the trainer's process loses: on a machine with fewer
+cores than busy processes, torch slows down beside any load.
 
-What the third loses has three parts, told apart by what the kernel counts for the main thread (schedstat): it runs, it
-waits for a core, or it is blocked, and the only thing that blocks it is the interpreter in another thread's hands. The
-CPU time of rank 0's other threads stands beside it: they can hold the interpreter for no longer than they run.
+What the kernel counts for the main thread (schedstat) splits the third setting's time in three: the thread runs, waits
+for a core, or is blocked, which only another thread that holds the interpreter can cause. The CPU time of rank 0's
+other threads is shown too: they can hold the interpreter for no longer than they run.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from plane.common import Bar, cpu_s
 _TOKENS = 3000
 _GROUPS_PER_S = 1e6 / (COUNT * _TOKENS)
 _SERVERS = 22
-"""Each answers one group after another, so that together they send so many a second."""
+"""Each answers one group after another; their delay is chosen so that together they send `_GROUPS_PER_S`."""
 
 
 @dataclass(frozen=True)
-class _Meanwhile:
-    """What came of one setting."""
+class _Setting:
+    """The figures of one setting."""
 
     calls_per_s: float
     mtok_per_s: float
     others_cpu_s: float = 0.0
-    """Of this process's other threads, for a million tokens."""
+    """CPU seconds of this process's other threads, for a million tokens."""
     queued: float = 0.0
     """Share of the time in which the main thread waited for a core."""
     blocked: float = 0.0
-    """Share of the time in which it could not have run, for a million tokens a second."""
+    """Share of the time in which the main thread was blocked, at a million tokens a second."""
 
 
 def run(smoke: bool) -> list[Bar]:
@@ -53,12 +53,12 @@ def run(smoke: bool) -> list[Bar]:
     torch.set_num_threads(1)
     alone, elsewhere, here = [], [], []
     for _ in range(rounds):
-        alone.append(_Meanwhile(_calls(seconds / 3, threading.Event()), 0.0))
+        alone.append(_Setting(_calls(seconds / 3, threading.Event()), 0.0))
         elsewhere.append(_elsewhere(seconds))
         here.append(_here(seconds))
     kept = [mine.calls_per_s / theirs.calls_per_s for mine, theirs in zip(here, elsewhere, strict=True)]
-    for name, found in (("alone", alone), ("while they arrive elsewhere", elsewhere), ("here", here)):
-        print(f"          torch calls a second, {name}: {_median(found, 'calls_per_s'):,.0f}")
+    for name, figures in (("alone", alone), ("while they arrive elsewhere", elsewhere), ("here", here)):
+        print(f"          torch calls a second, {name}: {_median(figures, 'calls_per_s'):,.0f}")
     print(f"          kept, over elsewhere: {', '.join(f'{share:.3f}' for share in sorted(kept))}")
     queued = f"{_median(here, 'queued'):.1%} of the time (elsewhere {_median(elsewhere, 'queued'):.1%})"
     print(f"          here, {_median(here, 'mtok_per_s'):.2f} Mtok/s: the main thread waits for a core {queued}")
@@ -70,7 +70,7 @@ def run(smoke: bool) -> list[Bar]:
     ]
 
 
-def _here(seconds: float) -> _Meanwhile:
+def _here(seconds: float) -> _Setting:
     """Answers arrive in this process, in a thread."""
     intake = _intake()
     try:
@@ -84,21 +84,21 @@ def _here(seconds: float) -> _Meanwhile:
         others_s = (cpu_s() - all_s) - (time.thread_time() - main_s)
         thread.join()
         blocked = max(0.0, wall_s - ran_s - queued_s) / mtok
-        return _Meanwhile(calls, mtok / wall_s, others_s / mtok, queued_s / wall_s, blocked)
+        return _Setting(calls, mtok / wall_s, others_s / mtok, queued_s / wall_s, blocked)
     finally:
         intake.close()
 
 
-def _elsewhere(seconds: float) -> _Meanwhile:
-    """The same in a process of their own."""
+def _elsewhere(seconds: float) -> _Setting:
+    """Answers arrive in another process."""
     ours, theirs = multiprocessing.Pipe()
     groups, done = int(_GROUPS_PER_S * seconds), threading.Event()
-    process = multiprocessing.get_context("fork").Process(target=_take_in_there, args=(groups, theirs))
+    process = multiprocessing.get_context("fork").Process(target=_take_in_child, args=(groups, theirs))
     process.start()
     ours.recv()  # it is ready
 
     def wait() -> None:
-        ours.recv()  # in the kernel, without the interpreter
+        ours.recv()  # blocks in the kernel, without holding the interpreter
         done.set()
 
     thread = threading.Thread(target=wait)
@@ -109,10 +109,10 @@ def _elsewhere(seconds: float) -> _Meanwhile:
     wall_s, queued_s = time.monotonic() - began_s, _main_thread_s()[1] - queued_s
     thread.join()
     process.join()
-    return _Meanwhile(calls, groups * COUNT * _TOKENS / 1e6 / wall_s, queued=queued_s / wall_s)
+    return _Setting(calls, groups * COUNT * _TOKENS / 1e6 / wall_s, queued=queued_s / wall_s)
 
 
-def _take_in_there(groups: int, pipe: Connection) -> None:
+def _take_in_child(groups: int, pipe: Connection) -> None:
     intake = _intake()
     pipe.send(True)
     pipe.recv()
@@ -137,13 +137,13 @@ def _main_thread_s() -> tuple[float, float]:
     return int(ran_ns) / 1e9, int(queued_ns) / 1e9
 
 
-def _median(found: list[_Meanwhile], name: str) -> float:
-    values: list[float] = [getattr(one, name) for one in found]
+def _median(figures: list[_Setting], name: str) -> float:
+    values: list[float] = [getattr(one, name) for one in figures]
     return statistics.median(values)
 
 
 def _calls(seconds: float, done: threading.Event) -> float:
-    """Small operations a second until `done`, at most so long."""
+    """Small operations per second until `done`, or for `seconds`."""
     a, count = torch.ones(64, 64), 0
     began = time.monotonic()
     while time.monotonic() - began < seconds and not done.is_set():

@@ -1,4 +1,4 @@
-"""Grading beside the rollout, in the client's process: how fast, what hangs cost, and when it is done."""
+"""Grading beside the rollout, in the client's process: its speed, what hanging graders cost, and when it is done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(smoke: bool) -> list[Bar]:
 
 
 def _lanes_take(function: str, texts: list[str], timeout_s: float) -> float:
-    """Seconds that grading `texts` takes, in groups of 16; processes have started before."""
+    """Seconds that grading `texts` takes, in groups of 16, without the start of the processes."""
     reward = RewardConfig(function=f"plane_grader:{function}", processes=_LANES, timeout_s=timeout_s)
     hook = make_grader(reward)
     assert isinstance(hook, Grader)
@@ -75,7 +75,7 @@ def _speed(function: str, named_s: float, samples: int) -> Bar:
 
 
 def _latency_s(function: str, calls: int) -> float:
-    """Of one call: a sleep of 1 ms takes a little more."""
+    """Measured seconds of one call: a sleep of 1 ms takes a little longer."""
     grade = getattr(importlib.import_module("plane_grader"), function)
     began = time.monotonic()
     for _ in range(calls):
@@ -84,7 +84,7 @@ def _latency_s(function: str, calls: int) -> float:
 
 
 def _hangs(samples: int, timeout_s: float) -> Bar:
-    """1 % hang; what they cost beyond the others, in time limits."""
+    """1 % of the gradings hang: the seconds that they add, in time limits."""
     texts = ["hang" if index % 100 == 50 else "x" for index in range(samples)]
     hangs = texts.count("hang")
     others_s = _lanes_take("slow", ["x"] * (samples - hangs), timeout_s)
@@ -99,7 +99,7 @@ def _hangs(samples: int, timeout_s: float) -> Bar:
 
 
 def _beside(smoke: bool) -> Bar:
-    """Groups land over some seconds; how many are graded when the last one lands."""
+    """Groups arrive over some seconds: how many of them are graded when the last one arrives."""
     groups = 96 if smoke else 256
     reward = RewardConfig(function="plane_grader:fast", processes=_LANES)
     intake = Intake(Canned("sglang", 200, delay_s=0.2), 4, 2, hook=partial(make_grader, reward))
@@ -107,7 +107,7 @@ def _beside(smoke: bool) -> Bar:
         work = intake.work(groups, [pickle.dumps(Prompt(0, "", (), "", ""))] * groups)
         graded = 0
         for _ in dispatch(intake.fleet, work):
-            graded = len(work.ready)  # the last time, when the last group has landed
+            graded = len(work.ready)  # the last value counts: all groups have arrived
         return Bar("grade", "graded when the last completion lands", graded / groups, 0.9, at_least=True, is_time=True)
     finally:
         intake.close()

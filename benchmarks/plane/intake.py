@@ -1,7 +1,7 @@
-"""What it costs to take in what engines answer, from the socket to the rank's arrays.
+"""What it costs to receive the engines' answers, from the socket to the rank's arrays.
 
 Whole path: canned servers in a process of their own, a rollout client, the fleet, and the rank that takes the arrays
-over; CPU seconds of the client and of this process, which is rank 0. The second form runs with 1,024 open files.
+over; CPU seconds of the client and of this process, which is rank 0. With 64 servers it runs with 1,024 open files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _decode(engine: str, tokens: int) -> float:
     group = GenerateRequest(request_id(0), (1, 2), COUNT, 0, max_tokens=tokens)
     dialect = dialect_of(engine)
     content, spent = Canned(engine, tokens).body(request_id(0)), []
-    for _ in range(7):  # the least: a busy machine's other processes take caches, not only turns
+    for _ in range(7):  # the minimum counts: on a busy machine other processes evict caches, which costs CPU time too
         began = cpu_s()
         checked(dialect.read([content], group), group, Expected(VOCABULARY, 1, 1))
         spent.append(cpu_s() - began)
@@ -49,7 +49,7 @@ def _decode(engine: str, tokens: int) -> float:
 
 
 def _apart(engine: str, servers: int, groups_each: int, tokens: int) -> list[Bar]:
-    """In a process of its own: the limit on open files cannot be raised again."""
+    """Measure in another process: a lowered limit on open files cannot be raised again."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(
         target=_whole_path, args=(theirs, engine, servers, groups_each, tokens)
@@ -81,7 +81,7 @@ def _whole_path(pipe: Connection, engine: str, servers: int, groups_each: int, t
         bars = [
             Bar("intake", f"{label}: all CPU", (client_s + own_s) / (total / 1e6), 1.0, "s/Mtok", is_time=True),
             Bar("intake", f"{label}: of that in rank 0", own_s / (total / 1e6), 0.15, "s/Mtok", is_time=True),
-            # a client of its own size makes few tokens dear
+            # the client's own size dominates when tokens are few
             Bar("intake", f"{label}: memory", in_flight, 60, "B/token", is_time=total < 5e6),
             Bar("intake", f"{label}: threads", threads, 16),
             Bar("intake", f"{label}: share that arrived", complete, 1.0, at_least=True),

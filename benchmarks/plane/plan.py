@@ -16,7 +16,7 @@ COST = CostModel(linear=2.413e10, quadratic=8.847e05)
 
 
 def lengths_of(count: int, longest: int, seed: int = 0) -> np.ndarray:
-    """Completion lengths as reasoning has them: log-normal, mean about 0.45 of the limit, 8 % cut off at it."""
+    """Completion lengths like those of reasoning: log-normal, mean about 0.45 of the limit, 8 % truncated at it."""
     drawn = np.random.default_rng(seed).lognormal(np.log(0.38 * longest), 0.7, count)
     return np.clip(drawn, 16, longest).astype(np.int64)
 

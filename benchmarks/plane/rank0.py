@@ -26,7 +26,7 @@ RANKS, SIZE = 64, 16
 
 
 def _outcomes(groups: int, seed: int) -> list[RolloutTable]:
-    """What 64 ranks tell rank 0."""
+    """What 64 ranks report to rank 0."""
     rng = np.random.default_rng(seed)
     parts = []
     for rank in range(RANKS):
@@ -81,6 +81,6 @@ def run(smoke: bool) -> list[Bar]:
             "CPU s",
             is_time=True,
         ),
-        Bar("rank0", "largest object told to rank 0", max(map(len, arriving)) / 2**20, 1.0, "MiB"),
-        Bar("rank0", "plan that rank 0 tells", sent / 2**20, 1.0, "MiB"),
+        Bar("rank0", "largest object sent to rank 0", max(map(len, arriving)) / 2**20, 1.0, "MiB"),
+        Bar("rank0", "plan that rank 0 sends", sent / 2**20, 1.0, "MiB"),
     ]

@@ -1,7 +1,7 @@
-"""Receipts and questions to servers, with one server and with eight: none may cost more for more servers.
+"""Receipts and requests to servers, with one server and with eight: none may take longer with more servers.
 
-Servers are receivers in processes of their own that wait before they answer, so that what is measured is whether they
-are asked at the same time, not how fast this machine hashes.
+Servers are receivers in processes of their own that wait before they answer. So the figures show whether requests run
+in parallel, not how fast this machine hashes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Answering(PipeServer):
 
 
 def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
-    """Seconds of each question to `count` servers that wait `answer_s` first, of which the last `hung` then hang."""
+    """Seconds of each request to `count` servers that answer after `answer_s`, of which the last `hung` hang later."""
     servers = [_Answering(i, answer_s) for i in range(count)]
     config = RolloutConfig(engine="vllm")
     config.sync.verify_every, config.limits.probe_timeout_s = 1, PROBE_TIMEOUT_S
@@ -68,7 +68,7 @@ def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
             os.kill(server.process.pid, signal.SIGSTOP)
         found["canary, some hung"] = _seconds(lambda: ask_for_canary(fleet, [group], expected, PROBE_TIMEOUT_S))
         answered = len(ask_for_canary(fleet, [group], expected, PROBE_TIMEOUT_S))
-        assert answered == count - hung and len(fleet.live) == count, "no answer is neither a proof nor an outage"
+        assert answered == count - hung and len(fleet.live) == count, "a server without an answer must stay live"
         for member in fleet.members[count - hung :]:
             fleet.mark_out(member, "hangs")
         found["revive"] = _seconds(fleet.revive)

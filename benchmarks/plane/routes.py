@@ -1,8 +1,8 @@
 """Routes of a weight sync at cluster size: what they cost a rank, and how many bytes the busiest card then sends.
 
-Ranks are only counted, not started: what each of them would tell is written down from the layout, as Megatron lays its
-ranks out (`tests/rehearsal/test_cluster_scale.py` compares it with what a real actor tells). Models are in bfloat16,
-nodes have eight cards, and every rank is a receiver, as in a colocated job.
+Ranks are only counted, not started: what each of them would report is derived from the layout, in Megatron's order of
+ranks (`tests/rehearsal/test_cluster_scale.py` compares it with a real actor's report). Models are in bfloat16, nodes
+have eight cards, and every rank is a receiver, as in a colocated job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plane.common import Bar
 
 NODE = 8
 NETWORK_GB_S = 50
-"""Of one card: 400 Gbit/s."""
+"""One card's network: 400 Gbit/s."""
 _LAYER = "decoder.layers."
 _EXPERT = _LAYER + "mlp.experts.experts."
 KEYS = (
@@ -28,12 +28,12 @@ KEYS = (
     *(_LAYER + key for key in ("pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.linear_fc1.layer_norm_weight")),
     *(path + f"linear_fc{number}.weight" for path in (_LAYER + "mlp.", _EXPERT) for number in (1, 2)),
 )
-"""In the order of `weights/mapping.py`, in which a stream has them."""
+"""In the order of `weights/mapping.py`, which is that of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 model and its layout; dense without experts."""
+    """A Qwen3 model and its layout; dense if `experts` is 0."""
 
     layers: int
     hidden: int
@@ -54,20 +54,20 @@ QWEN3_30B = Shape(48, 2048, 32, 4, 128, 768, experts=128)
 QWEN3_235B = Shape(94, 4096, 64, 4, 128, 1536, experts=128)
 
 
-def told_by_all(world: int, shape: Shape, node: int = NODE) -> list[RankReport]:
-    """What every rank tells. The tensor-parallel rank changes fastest, then context and data, then the stage."""
+def reports_of_all(world: int, shape: Shape, node: int = NODE) -> list[RankReport]:
+    """The report of every rank. The tensor-parallel rank changes fastest, then context and data, then the stage."""
     texts: dict[tuple[int, ...], list[bytes]] = {}
-    told = []
+    reports = []
     for rank in range(world):
         place = rank // (world // shape.pp), rank % shape.tp, rank // shape.etp % shape.ep, rank % shape.etp
         if place not in texts:
             texts[place] = [pickle.dumps(block) for block in _blocks(shape, *place)]
-        told.append(RankReport(rank // node * node, texts[place]))
-    return told
+        reports.append(RankReport(rank // node * node, texts[place]))
+    return reports
 
 
 def _blocks(shape: Shape, stage: int, tp: int, ep: int, etp: int) -> Iterator[Block]:
-    """Of one rank, in the order of their keys."""
+    """The blocks of one rank, in the order of their keys."""
     hidden, layers = shape.hidden, [n for n in range(shape.layers) if n * shape.pp // shape.layers == stage]
     own = tuple((layer,) for layer in layers)
 
@@ -75,7 +75,7 @@ def _blocks(shape: Shape, stage: int, tp: int, ep: int, etp: int) -> Iterator[Bl
         return Block(key, size, (((0,) * len(size), size),), places)
 
     def rows(key: str, size: int, count: int = 1, places: tuple[tuple[int, ...], ...] = own) -> Block:
-        """`count` matrices under each other, the rows of each split."""
+        """`count` matrices stacked by rows, the rows of each split over tensor-parallel ranks."""
         part = size // shape.tp
         starts = [(size * n + part * tp, 0) for n in range(count)]
         return Block(key, (size * count, hidden), tuple((start, (part, hidden)) for start in starts), places)
@@ -121,15 +121,15 @@ class Egress:
     """Bytes over the network."""
 
     busiest: float
-    """Sent by one card in a pass."""
+    """The most that one card sends in a pass."""
     mean: float
     one_after_the_other: float
     """Sent or received by each bucket's busiest card, summed over the buckets."""
 
 
 def egress(world: int, shape: Shape, bucket_mb: int) -> Egress:
-    """Of a colocated sync, from the routes of all ranks."""
-    catalogue = Catalogue(told_by_all(world, shape), KEYS)
+    """Network bytes of a colocated sync, from the routes of all ranks."""
+    catalogue = Catalogue(reports_of_all(world, shape), KEYS)
     sent: list[Counter[int]] = []
     taken: list[Counter[int]] = []
     for me in range(world):
@@ -159,9 +159,9 @@ def run(smoke: bool) -> list[Bar]:
         ("", large, "256 MiB", 256),
         (" etp8", split, "256 MiB", 256),
     ):
-        told = told_by_all(1024, shape)
+        reports = reports_of_all(1024, shape)
         started = time.process_time()
-        catalogue = Catalogue(told, KEYS)
+        catalogue = Catalogue(reports, KEYS)
         read = time.process_time()
         plan = catalogue.plan(range(1024), bucket_mb << 19, 777)
         routed = time.process_time()

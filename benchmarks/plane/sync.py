@@ -1,8 +1,8 @@
-"""A weight sync over gloo: what it costs rank 0 to serve four servers instead of one, and the others to lose one.
+"""A weight sync over gloo: what it costs rank 0 to serve four servers instead of one, and the others if one is lost.
 
-Receivers are processes of their own (`receivers.py`) that run our receiving end and hash what comes. Costs are rank 0's
-CPU seconds: on a machine with fewer cores than receivers, wall time is theirs. Losing a server is wall time, as a ratio
-to the same sync undisturbed. The gather is counted: calls of torch.distributed on rank 0 in one pass, a bucket.
+Receivers are processes of their own (`receivers.py`) that run the servers' receiving end and hash what arrives. Costs
+are CPU seconds of rank 0: with fewer cores than receivers, these set the wall time. The loss of a server is wall time,
+over that of an undisturbed sync. The gather is counted: calls of torch.distributed on rank 0 in a pass, per bucket.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _undisturbed(count: int, megabytes: int, bucket_mb: int, rounds_timed: int) 
 
 
 def _one_dies(count: int, megabytes: int, bucket_mb: int) -> tuple[float, int]:
-    """Wall seconds of the third sync, in whose middle a server is killed, over the second; and who is live after it."""
+    """Wall seconds of a sync during which a server is killed, over an undisturbed one; and how many are live after."""
     num_buckets = megabytes // bucket_mb
     servers = [PipeServer(i, dies_at=2 * num_buckets + num_buckets // 2 if i == 1 else -1) for i in range(count)]
     weights = _tensors(megabytes)
@@ -103,7 +103,7 @@ def _count_gather(model: str, bucket_bytes: int) -> tuple[int, int]:
     originals = {name: getattr(dist, name) for name in COUNTED}
     within = dist.batch_isend_irecv
     for name, call in originals.items():
-        if name not in ("isend", "irecv"):  # one exchange is one call; its messages are what it is made of
+        if name not in ("isend", "irecv"):  # an exchange counts as one call, whatever its messages
             setattr(dist, name, counted(call))
     assert dist.batch_isend_irecv is not within
     for _ in actor.weights([0], bucket_bytes):

@@ -5,7 +5,7 @@
 With inclusion probabilities pi and weights 1 / pi, independent draws add E sum (1 / pi - 1) |y|^2 to the variance of
 the sum of y, for prompts or completions alike. If no pi is below 1 - r, that is at most r / (1 - r) E sum |y|^2: the
 bound.
-This prints what it is for each way in which a rate r has been read, on recorded policies; nothing is drawn.
+This prints the growth of the variance for each way to read a rate r, on recorded policies; nothing is drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOOR = 0.2
 
 
 def prompt_moments(world: World, last: World, groups: int = 64) -> tuple[FloatArray, FloatArray]:
-    """Of each prompt, E |its group's gradient|^2, and mean |A| of one earlier visit: the paper's score."""
+    """For each prompt, E |its group's gradient|^2, and mean |A| of one earlier visit: the paper's score."""
     rng = np.random.default_rng(0)
     rows = np.arange(len(world.rewards))
     moments = np.zeros(len(rows))
@@ -54,9 +54,9 @@ def completion_moments(world: World) -> tuple[FloatArray, FloatArray]:
 def readings(moments: FloatArray, score: FloatArray, rate: float, floor: float) -> dict[str, float]:
     """Growth sum(m / pi) / sum(m) under each reading of a rate, and the share of candidates that it leaves out.
 
-    all: every candidate is dropped with chance r. lower: those of the lower half by score are, with chance r. score: a
-    share r is dropped with pi in proportion to the score, at least the floor. best: the same with the root of the true
-    moment. Ties in the score are shared out at random.
+    all: every candidate is dropped with chance r. lower: only the lower half by score is, with chance r. score: a share
+    r is dropped with pi in proportion to the score, at least the floor. best: the same with the root of the true
+    moment. Ties in the score are broken at random.
     """
     rng, total = np.random.default_rng(2), moments.sum()
     order = np.lexsort((rng.random(len(score)), score))
@@ -64,9 +64,9 @@ def readings(moments: FloatArray, score: FloatArray, rate: float, floor: float) 
     low[order[: len(score) // 2]] = True
     wanted = len(score) * (1 - rate)
     by_score, best = WaterFiller(score, floor).solve(wanted), WaterFiller(np.sqrt(moments), floor).solve(wanted)
-    found = {"all": np.full(len(score), 1 - rate), "lower": np.where(low, 1 - rate, 1.0)}
-    found |= {"score": by_score, "best": best}
-    grown = {name: float((moments / np.maximum(pi, 1e-12)).sum() / total) for name, pi in found.items()}
+    designs = {"all": np.full(len(score), 1 - rate), "lower": np.where(low, 1 - rate, 1.0)}
+    designs |= {"score": by_score, "best": best}
+    grown = {name: float((moments / np.maximum(pi, 1e-12)).sum() / total) for name, pi in designs.items()}
     grown["bound"] = 1 / (1 - rate)
     grown["lower_left_out"] = rate / 2
     grown["smallest_score_pi"] = float(by_score.min())

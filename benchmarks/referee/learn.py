@@ -3,12 +3,12 @@
     PYTHONPATH=benchmarks python -m referee.learn --row "completions, pods 50 %" [--out runs/learn]
     PYTHONPATH=benchmarks python -m referee.learn --row "completions, pods 50 %" --seed 0 --lr 1e-3
 
-The quickstart's task and model of a seed after its SFT, then steps of 64 prompts. The second command is one run:
-accuracy on the held-out problems with the tokens generated and trained on so far; the package's methods by its trainer,
-the others by a loop here. The first is the row, by processes of that kind: five step sizes on one seed, the best three
-of them on a second, then ten other seeds at the best, and the difference to the row `grpo` on the same seeds. Finished
-runs are a line each of learned.jsonl in `--out`, and are not run again. Those behind docs/referee.md lie beside this
-file: `--out benchmarks/referee` prints its rows, and any other directory repeats them.
+A run starts from the quickstart's task and model of a seed after its SFT, and takes steps of 64 prompts. The second
+command is one run: accuracy on the held-out problems with the tokens generated and trained on so far; the package's
+methods run in its trainer, the others in a loop here. The first command is a whole row, each run in a process of its
+own: five step sizes on one seed, the best three of them on a second, then ten other seeds at the best, and the
+difference to the row `grpo` on the same seeds. A finished run is a line of learned.jsonl in `--out`, and not repeated.
+Those behind docs/referee.md are beside this file: `--out benchmarks/referee` prints its rows, any other runs them anew.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EVERY = 4
 
 
 class Learner:
-    """One run; `step` is a trainer's step with the row's selection in the place of the package's."""
+    """One run; `step` is a trainer's step with the row's selection instead of the package's."""
 
     def __init__(self, row: str, seed: int, work: Path, settings: list[str]) -> None:
         self.row, self.rng = row, np.random.default_rng(seed)
@@ -90,8 +90,8 @@ class Learner:
         for place in range(PROMPTS):
             completions, rewards = groups[place][0][: count[place]], groups[place][1][None, : count[place]]
             lengths = np.array([[len(one.token_ids) for one in completions]])
-            spared = GROUP // 2 if not passing[place] else len(completions)  # the screening alone was needed
-            self.generated += int(lengths[:, :spared].sum())
+            needed = GROUP // 2 if not passing[place] else len(completions)  # without a pass, only the screening
+            self.generated += int(lengths[:, :needed].sum())
             logprob = np.array([[float(np.sum(one.logprobs)) for one in completions]])
             self._last[int(rows[place])] = Visit.of(rewards, lengths, logprob)
             groups[place] = completions, rewards[0]
@@ -109,17 +109,17 @@ class Learner:
 
     def _rolled_out(self, number: int, rows: IntArray, rounds: int) -> list[tuple[list[Completion], FloatArray]]:
         chosen = [RolloutPrompt(self.loop.job.train_prompts[int(prompt)], 1.0, 1.0) for prompt in rows]
-        found: list[tuple[list[Completion], FloatArray]] = [([], np.zeros(0)) for _ in rows]
+        groups: list[tuple[list[Completion], FloatArray]] = [([], np.zeros(0)) for _ in rows]
         for turn in range(rounds):
             step = Step(1_000 * turn + number, chosen, reached="selected")
             self.loop.generate(step, chosen, 0)
             for place, group in step.groups.items():
-                before = found[place]
-                found[place] = [*before[0], *group.completions], np.concatenate([before[1], group.rewards])
-        return found
+                before = groups[place]
+                groups[place] = [*before[0], *group.completions], np.concatenate([before[1], group.rewards])
+        return groups
 
     def _sample(self, prompt: int, one: Completion, advantage: float, factor: float) -> TrainSample:
-        """Its token weights are what NAT's draw, or the first half, leaves of it."""
+        """The sample of one completion, with token weights by NAT's draw or for the first half where the row has it."""
         ids, length = self.loop.job.train_prompts[prompt].token_ids, len(one.token_ids)
         weight: FloatArray = np.ones(length)
         until = length
@@ -145,7 +145,7 @@ class Learner:
 
 
 def file_of(arguments: argparse.Namespace, row: str, seed: int, rate: float) -> Path:
-    """What a run writes."""
+    """The file that a run writes."""
     name = f"{row}_seed{seed}_lr{rate:g}_steps{arguments.steps}".replace(" ", "_").replace(",", "").replace("%", "pct")
     return Path(arguments.out) / f"{name}.json"
 
@@ -156,7 +156,7 @@ def train(settings: list[str]) -> None:
 
 
 def started(out: Path, seed: int) -> list[str]:
-    """Settings of a run that begins from the model after SFT, which all of a seed share; made if it is not there."""
+    """Settings of a run that starts from the model after SFT, which all runs of a seed share; made if it is missing."""
     start = out / f"start_seed{seed}"
     sets = ("data.train_path=train.jsonl", "data.eval_paths.heldout=heldout.jsonl", "sft.examples_path=sft.jsonl")
     settings = [f"seed={seed}", *(one.replace("=", f"={start}/") for one in sets)]
@@ -168,7 +168,7 @@ def started(out: Path, seed: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Learned:
-    """A run: what it was a function of, and its curve, a point every `EVERY` steps."""
+    """A run: what it is a function of, and its curve, a point every `EVERY` steps."""
 
     row: str
     seed: int
@@ -202,7 +202,7 @@ class Learned:
 
 
 def run_ours(run: Learned, settings: list[str], work: Path) -> None:
-    """A method of the package."""
+    """Run a method of the package."""
     (arm,) = parse_arms(run.row, load_config(CONFIG, settings, writes_run=False), 1.0)
     train([*settings, *arm.settings, f"eval.every_steps={EVERY}", f"run_dir={work}"])
     for at in read_method_run(run.row, run.seed, work).curve:
@@ -210,7 +210,7 @@ def run_ours(run: Learned, settings: list[str], work: Path) -> None:
 
 
 def run_here(run: Learned, settings: list[str], work: Path) -> None:
-    """Another selection."""
+    """Run a selection that the package does not have."""
     torch.set_num_threads(1)
     start_process_group()
     learner = Learner(run.row, run.seed, work, settings)
@@ -219,7 +219,7 @@ def run_here(run: Learned, settings: list[str], work: Path) -> None:
             learner.step(number)
         if number % EVERY == 0 or number == run.steps:
             accuracy = learner.loop.evaluate()[0].avg.value
-            assert accuracy is not None  # None: no grading worked, which final_answer's always does
+            assert accuracy is not None  # None if every grading failed, and final_answer never fails
             run.add(accuracy, learner.generated, learner.trained)
             print(f"{number}: {run.accuracy[-1]:.3f}, {learner.generated:,} tokens generated", flush=True)
     learner.loop.close()
@@ -227,7 +227,7 @@ def run_here(run: Learned, settings: list[str], work: Path) -> None:
 
 
 def learned(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, run: bool = True) -> Learned | None:
-    """A finished run; made by a process of its own if it has not run, or None where `run` is False."""
+    """A finished run. If it has not run, it runs now in a process of its own, or None is returned if `run` is False."""
     wanted, path = Learned(row, seed, rate, arguments.steps, arguments.overrides), arguments.out / RESULTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for one in (Learned(**json.loads(line)) for line in lines):
@@ -241,7 +241,7 @@ def learned(arguments: argparse.Namespace, row: str, seed: int, rate: float, *, 
 
 
 def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> list[Learned] | None:
-    """A row's runs on all seeds at its best step size; None: not all of it has run."""
+    """A row's runs on all seeds at its best step size; None if `run` is False and not all of them have run."""
 
     def runs(seeds: tuple[int, ...], rates: tuple[float, ...]) -> dict[float, list[Learned]] | None:
         found = {rate: [learned(arguments, row, seed, rate, run=run) for seed in seeds] for rate in rates}
@@ -258,7 +258,7 @@ def tuned(arguments: argparse.Namespace, row: str, *, run: bool = True) -> list[
 
 
 def report(arguments: argparse.Namespace) -> None:
-    """Run all of a row and print its ends, and what they are above those of GRPO."""
+    """Run all of a row and print its ends, and how far they are above those of GRPO."""
     found, base = tuned(arguments, arguments.row), tuned(arguments, "grpo", run=False)
     assert found is not None
     shown = ", ".join(f"{100 * one.end:.1f}" for one in found)

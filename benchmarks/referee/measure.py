@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python -m referee.measure [--rows NAME ...] [--replays 300] [--json FILE]
 
-Each row of `replay.ROWS` is played many times. Methods that remember have seen the epochs before, played from what was
-recorded then. E g of the full batch is known exactly: the mean over all groups that there are.
+Each row of `replay.ROWS` is replayed many times. Methods with a memory have seen the epochs before, replayed from what
+was recorded then. E g of the full batch is known exactly: the mean over all possible groups.
 
     bias   |E g_method - E g| / |E g|, by a U-statistic over replays that has no bias of its own; its standard error by
            the jackknife; 0.000 where the estimate of the square is negative
@@ -31,7 +31,7 @@ def judge(replays: list[list[Outcome]], exact: FloatArray) -> dict[str, float]:
     replays = [block for block in replays if block]
     shift = np.stack([np.mean([o.gradient - o.full for o in block], axis=0) for block in replays])
     squared = np.array([np.mean([o.gradient @ o.gradient for o in block]) for block in replays])
-    # the full batch's own: where a method has none of the same rollouts, the variance comes from elsewhere
+    # the full batch's own variance; a method without a full batch on the same rollouts takes it from elsewhere
     base = np.array([np.mean([(o.full - exact) @ (o.full - exact) for o in block]) for block in replays])
     whole = _figures(shift.sum(0), (shift * shift).sum(), squared.sum(), base.sum(), len(replays), exact)
     left = [
@@ -93,7 +93,7 @@ def token_rows(world: World, variance: float) -> dict[str, dict[str, float]]:
 
 
 def read_worlds(directory: Path, after: int) -> tuple[World, list[World]]:
-    """The policy after so many steps, and those that up to three earlier epochs were rolled out with."""
+    """The policy after so many steps, and the policies of up to three earlier epochs."""
     earlier = [step for step in RECORDED if step < after][-3:]
     history = [World.read(directory / f"step_{step:03d}.npz", gradients=False) for step in earlier]
     return World.read(directory / f"step_{after:03d}.npz", gradients=True), history
@@ -108,7 +108,7 @@ def measure(directory: Path, rows: Iterable[str], replays: int, after: int) -> d
     found: dict[str, dict[str, float]] = {}
     for name in rows:
         one = judge([list(ROWS[name](world, earlier, seed)) for seed in range(replays)], exact)
-        # of the same replays where they have a full batch: what both share then cancels
+        # from the same replays if they have a full batch: the noise that both share cancels
         full = one["variance_full"] or variance
         one["variance_ratio"] = one["variance"] / full / one["scale"] ** 2
         one["variance_ratio_error"] = one["variance_error"] / full / one["scale"] ** 2

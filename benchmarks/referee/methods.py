@@ -1,8 +1,8 @@
 """The selections that the package does not have, each as its source defines it.
 
-Functions of arrays: rewards, lengths, what earlier visits left. What a source leaves open is said where it is filled
-in. `dppo`, `dppo_paper`, `cppo`, `cppo_verl`, `greso`, `greso_ht`, `infobatch`, `dynamic_sampling` and `max_variance`
-are the package's own (docs/pruning.md).
+Functions of arrays: rewards, lengths, what earlier visits left. Where a source leaves something open, its docstring
+says what is chosen here. The package's own are `dppo`, `dppo_paper`, `cppo`, `cppo_verl`, `greso`, `greso_ht`,
+`infobatch`, `dynamic_sampling` and `max_variance` (docs/pruning.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dppo_megatron.types import BoolArray, FloatArray, IntArray
 
 
 def advantages_of(rewards: FloatArray) -> FloatArray:
-    """GRPO's, [groups, n]."""
+    """GRPO's advantages, [groups, n]."""
     return group_advantages(rewards, divide_by_std=True, eps=1e-6)
 
 
@@ -36,7 +36,7 @@ def cost_aware(advantages: FloatArray, lengths: IntArray, draws: int, rng: np.ra
 
     Its Cost-Aware SGD samples components with p proportional to (norm of the gradient) / sqrt(cost) and weight
     1 / (n p); |A| stands for the norm and the length for the cost. Of `draws` draws with replacement, a completion
-    drawn k times has weight k / (draws p). How many draws make a step is left open there.
+    drawn k times has weight k / (draws p). The paper leaves open how many draws make a step.
     """
     size = np.abs(advantages) / np.sqrt(lengths)
     if not size.any():
@@ -74,8 +74,8 @@ def vip_allocation(pass_rate: FloatArray, budget: int, low: int, high: int) -> I
     """Rollouts n_q of each prompt by VIP (arXiv 2602.01601): the least sum of v_q / n_q.
 
     Over n_q in [low, high] that add up to `budget`; v = p (1 - p) is its variance of one rollout's projected gradient.
-    The relaxation has n_q = clip(level sqrt(v_q), low, high); it is rounded down, and what is left goes where
-    v / (n (n + 1)) is largest. There p is predicted by a Gaussian process over embeddings; here by the caller.
+    The relaxation has n_q = clip(level sqrt(v_q), low, high); it is rounded down, and the rest goes to where
+    v / (n (n + 1)) is largest. The paper predicts p by a Gaussian process over embeddings; here the caller gives it.
     """
     size = np.sqrt(np.clip(pass_rate * (1 - pass_rate), 1e-12, None))
     below, above = 0.0, high / size.min()
@@ -117,8 +117,8 @@ def duet_abort(
     """Aborted rollouts, and the weights of the others: DUET's rule.
 
     A rollout that has not written its answer's mark after `latest` tokens is stopped with probability 1 - keep, counts
-    as wrong, and has no gradient; one that is let go on has weight 1 / keep. `latest` is the 0.8 quantile of earlier
-    lengths and a grace of 150 of 1,024 tokens.
+    as wrong, and has no gradient; one that goes on has weight 1 / keep. `latest` is the 0.8 quantile of earlier lengths
+    plus a grace of 150 of 1,024 tokens.
 
     Args:
         marker: token of the mark, -1 where there is none.
@@ -146,7 +146,7 @@ def nat_prefix(length: int, shortest: int) -> tuple[FloatArray, FloatArray]:
     """P(cut after token t) and P(token t is kept), both [length]: NAT's random prefix (arXiv 2603.06619).
 
     The cut is uniform on shortest .. length; a kept token has weight 1 / P(kept), and the divisor stays the full
-    length. Which shortest prefix it takes is left open here: a quarter, which keeps 62 % of the tokens.
+    length. The paper leaves the shortest prefix open: callers take a quarter, which keeps 62 % of the tokens.
     """
     cut = np.where(np.arange(1, length + 1) >= shortest, 1.0 / (length - shortest + 1), 0.0)
     return cut, np.cumsum(cut[::-1])[::-1].copy()

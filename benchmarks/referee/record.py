@@ -5,7 +5,7 @@
 The real trainer trains. At each recorded step, all training prompts are rolled out by its engine with its current
 weights, twice a group's completions; at some of them each completion's gradient is taken too. A group of a step is then
 any G of a prompt's completions, so a method can be replayed on thousands of batches of one policy, and the mean over
-all batches that there are is known exactly. The price is a finite world: 512 prompts, 16 completions each.
+all possible batches is known exactly. The price is a finite world: 512 prompts, 16 completions each.
 
 Gradients are of sum_t log pi(o_t) / len, which the advantage multiplies: at the first update of a step the ratio is 1
 and nothing is clipped. They are a plain torch model's, compared with the Megatron actor's before anything is recorded,
@@ -39,14 +39,14 @@ from dppo_megatron.workbench.quickstart.tiny_model import ANSWER_MARK, VOCABULAR
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPTS = 64
-"""Of a step."""
+"""Prompts of a step."""
 SKETCH = 1024
 KINDS = ("unit", "first_half", "entropy")
 """Gradients of all tokens, of the first half, and of the fifth with the largest entropy; all over the full length."""
 RECORDED, MEASURED = (0, 8, 16, 24, 32, 40), (8, 24, 40)
 """Steps after which outcomes are recorded, an epoch apart; those after which methods are judged by gradients."""
 DESIGNS = 384
-"""Completions whose every token's gradient is taken."""
+"""Number of completions for which each token's gradient is taken."""
 PREFIX = 0.25
 """NAT's shortest prefix, as a share of the completion."""
 
@@ -120,7 +120,7 @@ def token_designs(gradients: Gradients, pairs: Sequence[tuple[Sequence[int], Com
     """What cutting tokens adds to each completion's squared gradient |a|^2, exactly: a_t are its tokens' gradients.
 
     NAT's uniform sampling at p = 1/2 adds (1/p - 1) sum_t |a_t|^2. Its random prefix adds the variance of
-    sum_{t <= L} a_t / P(L >= t) over the cut L, every one of which is taken.
+    sum_{t <= L} a_t / P(L >= t) over all cuts L.
     """
     from referee.methods import nat_prefix
 
@@ -186,7 +186,7 @@ def sample(loop: Loop, after: int, rounds: int) -> tuple[list[list[Completion]],
     for turn in range(rounds):
         for start in range(0, len(prompts), per_step):
             chosen = [RolloutPrompt(one, 1.0, 1.0) for one in prompts[start : start + per_step]]
-            # a number of its own for each: it addresses the random numbers that completions are drawn with
+            # a step number of its own for each: the random numbers of the completions depend on it
             step = Step(100_000 + 1_000 * after + 100 * turn + start // per_step, chosen, reached="selected")
             loop.generate(step, chosen, 0)
             for place, group in step.groups.items():
@@ -196,7 +196,7 @@ def sample(loop: Loop, after: int, rounds: int) -> tuple[list[list[Completion]],
 
 
 def outcomes(completions: list[list[Completion]], rewards: np.ndarray) -> dict[str, np.ndarray]:
-    """What a method may remember of a visit, [prompts, completions] each."""
+    """The arrays that a method may remember of a visit, [prompts, completions] each."""
     mark = VOCABULARY.index(ANSWER_MARK)
 
     def of(figure: Callable[[Completion], float]) -> np.ndarray:
@@ -221,7 +221,7 @@ def all_gradients(
     """Sketches [prompts, completions, SKETCH] of every kind, and the exact designs of some completions."""
     prompts, per_prompt = loop.job.train_prompts, len(completions[0])
     flat = [(prompts[q].token_ids, one) for q, row in enumerate(completions) for one in row]
-    # no group of a prompt whose completions are all alike has an advantage
+    # a prompt whose completions all have the same reward never has an advantage
     mixed = np.flatnonzero((rewards.min(1) < rewards.max(1)).repeat(per_prompt)).tolist()
     order = sorted(mixed, key=lambda i: len(flat[i][0]) + len(flat[i][1].token_ids))
     out = {kind: np.zeros((len(flat), SKETCH), dtype=np.float32) for kind in KINDS}
@@ -238,7 +238,7 @@ def all_gradients(
 
 
 def check_against_actor(loop: Loop, gradients: Gradients, completions: list[list[Completion]]) -> float:
-    """Largest |plain - actor's gradient| over the actor's norm, of one completion of each of the first prompts."""
+    """Largest |plain - actor's gradient| over the actor's norm, over one completion of each of the first prompts."""
     worst = 0.0
     names = [name for name, _ in gradients.model.named_parameters()]
     for prompt, row in list(zip(loop.job.train_prompts, completions, strict=True))[:8]:
@@ -263,7 +263,7 @@ def check_against_actor(loop: Loop, gradients: Gradients, completions: list[list
 
 
 def record(out: Path, *, sft_steps: int, steps: Sequence[int], overrides: Sequence[str], rounds: int = 2) -> None:
-    """Train, and write `step_<n>.npz` of each recorded step that is not there yet; the run is the same each time."""
+    """Train, and write `step_<n>.npz` of each recorded step that is still missing; every call repeats the same run."""
     out.mkdir(parents=True, exist_ok=True)
     loop = make_loop(out / "job", sft_steps, overrides)
     gradients = Gradients(out / "job" / "model")

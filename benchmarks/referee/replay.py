@@ -1,7 +1,7 @@
-"""What each method makes of one epoch of recorded completions: the rows of docs/referee.md.
+"""Replays each method on one epoch of recorded completions: the rows of docs/referee.md.
 
 A replay takes the training prompts in a shuffled order, as an epoch of the trainer does, draws a group of each from its
-recorded completions, and lets the method choose. Methods of the package choose by its own `Selector`.
+recorded completions, and lets the method choose. Methods of the package choose through its own `Selector`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from referee import methods
 from referee.record import KINDS, PROMPTS, REPOSITORY
 
 GROUP = 8
-"""Of the quickstart's step."""
+"""Completions of a group, as in the quickstart."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class World:
 
     @staticmethod
     def read(path: Path, *, gradients: bool) -> World:
-        """A world that was recorded, with its gradients or without."""
+        """A recorded world, with its gradients or without."""
         with np.load(path) as file:
             designs = {name: file[name] for name in file if name.startswith("design_")}
             kinds = {kind: file[kind] for kind in KINDS} if gradients else {}
@@ -54,7 +54,7 @@ class World:
             return World(**columns, gradients=kinds, designs=designs)
 
     def rollouts(self, prompts: IntArray, chosen: IntArray) -> Rollouts:
-        """Those of `chosen` [K, n] completions of `prompts` [K]."""
+        """The outcomes of the `chosen` [K, n] completions of `prompts` [K]."""
         at = prompts[:, None], chosen
         return Rollouts(self.rewards[at], self.lengths[at], self.logit_grad_norm[at])
 
@@ -86,7 +86,7 @@ class World:
 
 
 def _mean_power(reward: int, right: int, total: int, size: int, power: int) -> float:
-    """Of a completion with this reward among `total`, of which `right` are right."""
+    """Mean A^power of a completion with this reward among `total`, of which `right` are right."""
     others, good = total - 1, right - reward
     if good < 0 or good > others:
         return 0.0  # there is no such completion
@@ -104,7 +104,7 @@ class Outcome:
 
     gradient: FloatArray
     full: FloatArray
-    """Of the full batch: on the same rollouts where there is one, else its expectation."""
+    """The full batch's gradient, on the same rollouts if there is one, else its expectation."""
     generated: float
     """Completions rolled out over those of a full step."""
     trained: float
@@ -124,7 +124,7 @@ def package(method: str, **settings: Any) -> Replay:
     def run(world: World, earlier: list[World], seed: int) -> Iterable[Outcome]:
         config, count = _config(method, settings), len(world.rewards)
         if config.pruning.prompt.method == "none":
-            earlier = []  # what chooses among completions remembers nothing
+            earlier = []  # a method that only chooses among completions has no memory
         config.seed = 10_000 + seed
         rng, per_step = np.random.default_rng(seed), config.rollout.prompts_per_step
         order = PromptOrder(count, seed)
@@ -143,7 +143,7 @@ def _step(
     selector: Selector, step: int, world: World, rng: np.random.Generator, per_step: int, *, judged: bool
 ) -> Outcome | None:
     chosen = selector.begin(step).prompt_index
-    # every prompt has a group, rolled out or not: a pair of gradients differs by the selection alone
+    # a group for every prompt, rolled out or not, so that the two gradients differ by the selection alone
     group = world.groups(np.arange(len(world.rewards)), GROUP, rng)
     while (more := selector.refill(world.rollouts(chosen, group[chosen]).rewards, step)) is not None:
         chosen = np.concatenate([chosen, more.prompt_index])
@@ -205,7 +205,7 @@ def random_half(rewards: FloatArray, _a: FloatArray, _l: IntArray, rng: np.rando
 
 
 def cost_aware(draws: float) -> Choose:
-    """So many draws for each completion."""
+    """Cost-aware GRPO with `draws` draws for each completion."""
 
     def choose(_r: FloatArray, advantages: FloatArray, lengths: IntArray, rng: np.random.Generator) -> FloatArray:
         count = round(draws * advantages.size)
@@ -215,13 +215,13 @@ def cost_aware(draws: float) -> Choose:
 
 
 def pods_half(rewards: FloatArray, full: FloatArray, _l: IntArray, rng: np.random.Generator) -> FloatArray:
-    """What turns the full group's advantages into those of the subset, as a mean over it."""
+    """Weights that turn the full group's advantages into those of PODS's subset, in a mean over the subset."""
     subsets = np.stack([methods.pods(one, rewards.shape[1] // 2, rng)[1] for one in rewards])
     return np.asarray(2.0 * subsets / np.where(full != 0, full, 1.0))
 
 
 def everything(rewards: FloatArray, _a: FloatArray, _l: IntArray, _g: np.random.Generator) -> FloatArray:
-    """GRPO."""
+    """GRPO: no selection."""
     return np.ones(rewards.shape)
 
 
@@ -270,7 +270,7 @@ def uniform_prompts(rate: float) -> Replay:
 
 @dataclass(frozen=True)
 class Visit:
-    """What is remembered of each prompt's last group, [prompts]."""
+    """What a method remembers of each prompt's last group, [prompts]."""
 
     pass_rate: FloatArray
     spread: FloatArray
@@ -300,7 +300,7 @@ def vip(budget: float) -> Plan:
 
 
 def half_groups(last: Visit) -> tuple[IntArray, FloatArray]:
-    """Every prompt half as many: the yardstick of an allocation of half the rollouts."""
+    """Half as many rollouts of every prompt: the yardstick for allocations of half the rollouts."""
     count = np.full(len(last.pass_rate), GROUP // 2)
     return count, 1.0 / (len(count) * count)
 
@@ -317,11 +317,11 @@ def duet(budget: float) -> Plan:
 
 
 def allocated(plan: Plan, *, keep: float = 1.0) -> Replay:
-    """As many rollouts of each prompt as `plan` makes of the last visit; keep below 1: with DUET's abort."""
+    """As many rollouts of each prompt as `plan` computes from its last visit; `keep` below 1: with DUET's abort."""
 
     def run(world: World, earlier: list[World], seed: int) -> Iterable[Outcome]:
         before, exact = earlier[-1], world.expected()
-        # of 1,024 tokens in the paper's jobs, of at most 56 here
+        # the grace is 150 of the 1,024 tokens in the paper's jobs; here a completion has at most 56
         latest = float(np.quantile(before.lengths, 0.8)) + 150 / 1024 * 56
         for rows, rng in batches(world, seed):
             at = rows[:, None], before.groups(rows, GROUP, rng)

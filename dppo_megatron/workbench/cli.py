@@ -1,10 +1,10 @@
-"""The command line: finds the command, and reports mistakes in one line with the right exit code and the page in docs/.
+"""The command line: finds the command, and reports a mistake in one line, with an exit code and a page of docs/.
 
-A message that names a setting is explained where that setting is. Of others the package that raised it decides, and
-where that one serves all commands (the readers of settings and paths), the command does.
+The page is that of the setting that the message names; else that of the package that raised the error; else, where
+that package serves all commands (the readers of settings and paths), that of the command.
 
-Help and mistakes must not wait for torch and Megatron, so each command is imported when it is asked for, and
-imports what it needs when it runs.
+Help and mistakes must not wait for torch and Megatron, so a command is imported only when it is called, and imports
+what it needs only when it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMMANDS = {  # in the order of --help; each is a module of `commands`
     "completion": "print a script for your shell's completion",
 }
 
-_ABOUT = {
+_ABOUT = {  # a page of docs/: the packages and commands that it explains
     "actor.md": "actor doctor platform",
     "adapters.md": "adapters",
     "checkpoints.md": "checkpoint convert run weights",
@@ -71,7 +71,7 @@ _ABOUT = {
 PAGES = {name: page for page, names in _ABOUT.items() for name in names.split()}
 
 _PACKAGE = Path(__file__).parents[1]
-_OF_TRAIN = (
+_TRAIN_EXTRA = (
     "aiohttp argcomplete megatron packaging plotly psutil pyarrow rich safetensors tokenizers torch transformers"
 )
 """Modules that the extra `train` installs."""
@@ -79,7 +79,7 @@ _OF_TRAIN = (
 
 def main(argv: list[str] | None = None, display: Display = show_progress) -> int:
     """Run a subcommand, whose progress `display` shows; returns the exit code (docs/run_directory.md lists them)."""
-    _open_what_is_closed()
+    _repair_output()
     argv = sys.argv[1:] if argv is None else argv
     try:
         if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         say(f"error: {explained(error, argv[0])}", error)
         return 2
     except ModuleNotFoundError as error:
-        if str(error.name) not in _OF_TRAIN.split():  # a part of one that is there is another mistake
+        if str(error.name) not in _TRAIN_EXTRA.split():  # `torch.x` is missing from a torch that is installed: a bug
             raise
         say(
             f"error: dppo-megatron {argv[0]} needs {error.name}, which the base install does not have;"
@@ -111,19 +111,19 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
         say("interrupted")
         return 130
     except BrokenPipeError:
-        if not _output_has_gone():
+        if not _is_stdout_closed():
             raise
         return 141
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # files have a name
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a file, not stdout
             raise
         drop(sys.stdout)
-        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, what was done is done")
+        say(f"error: stdout cannot be written: {error.strerror}; some of the output is lost, written files are kept")
         return 2
 
 
 def explained(error: UserError, command: str) -> str:
-    """The message, and the page that explains it unless it names one itself."""
+    """The message, followed by the page that explains it, unless it names one itself."""
     from dppo_megatron.config.paths import with_paths
     from dppo_megatron.config.reference import page_for
 
@@ -135,7 +135,7 @@ def explained(error: UserError, command: str) -> str:
 
 
 def _package(error: UserError) -> str:
-    """The package whose code raised it; empty if it came from another process."""
+    """The package whose code raised `error`; empty if it came from another process."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if _PACKAGE in (path := Path(frame.filename)).parents:
             parts = path.relative_to(_PACKAGE).with_suffix("").parts
@@ -143,9 +143,9 @@ def _package(error: UserError) -> str:
     return ""
 
 
-def _open_what_is_closed() -> None:
-    """A service may start a command without stdout or stderr (`2>&-`), and Python then has None in its place. Where
-    they are not UTF-8 (LC_ALL=C), what they have no form for is escaped."""
+def _repair_output() -> None:
+    """Open stdout or stderr on /dev/null where a service started the command without it (`2>&-`; Python then has None),
+    and escape characters that its encoding lacks (LC_ALL=C)."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -153,8 +153,8 @@ def _open_what_is_closed() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _output_has_gone() -> bool:
-    """Whether our own stdout was closed by its reader (`| head`), and not some other pipe. If so, it is dropped."""
+def _is_stdout_closed() -> bool:
+    """Whether the broken pipe is our own stdout (`| head`). If so, redirect it to /dev/null."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)  # errors are always reported
     if not output.poll(0):
@@ -181,21 +181,21 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
             return parser.parse_args(argv)  # prints help, the version or the error
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_meant(unknown, parser)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_suggestion(unknown, parser)}")
     return arguments
 
 
-def _meant(unknown: list[str], parser: argparse.ArgumentParser) -> str:
-    """What may replace the first: a setting, an option of a similar name, or else any option."""
+def _suggestion(unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    """What may replace the first unknown argument: a setting, an option of a similar name, or else any option."""
     from dppo_megatron.config import other_names, reference
 
     options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    name, given, value = unknown[0].lstrip("-").partition("=")
+    name, equals, value = unknown[0].lstrip("-").partition("=")
     takes_settings = any(action.dest == "overrides" for action in parser._actions)
     if takes_settings and name in {one.key for one in reference.all_settings()}:
-        return f"a setting is given without dashes: {name}={value if given else (unknown[1:] or ['...'])[0]}"
-    if takes_settings and (said := other_names.other_name(name, value)):
-        return said
+        return f"a setting is given without dashes: {name}={value if equals else (unknown[1:] or ['...'])[0]}"
+    if takes_settings and (hint := other_names.other_name(name, value)):
+        return hint
     if unknown[0].startswith("-") and (close := difflib.get_close_matches(f"--{name}", options, 1, 0.7)):
         return f"did you mean {close[0]}?"
     return f"the options here are {', '.join(options)}{', and settings are given as key=value' * takes_settings}"
@@ -213,12 +213,12 @@ class _Parser(argparse.ArgumentParser):
             message = "arguments are required: CONFIG, a YAML file or a shipped one's name, such as quickstart"
         from dppo_megatron.config.paths import with_paths
 
-        # one line: it quotes what was typed, or what a shell made of a file's name
+        # the message quotes what the user typed, or a file name that the shell expanded: it may hold line breaks
         super().error(one_line(with_paths(message), 2000))
 
 
 def program(wanted: Collection[str] = _COMMANDS) -> argparse.ArgumentParser:
-    """The parser of `dppo-megatron`. Only the commands that are `wanted` know their options, each from its module."""
+    """The parser of `dppo-megatron`. Only the `wanted` commands get their options, each from its module."""
     parser = _Parser(
         prog="dppo-megatron",
         allow_abbrev=False,

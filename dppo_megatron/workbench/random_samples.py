@@ -28,8 +28,8 @@ class SampleLengths:
 def random_samples(lengths: SampleLengths, vocab_size: int, seed: int = 0) -> list[TrainSample]:
     """Random tokens with GRPO's denominators (samples * completion length) and weight 1.
 
-    The behaviour's log-probabilities are around those of a uniform policy, which a model with random weights nearly
-    is, widely enough that a part of the tokens is clipped.
+    Behaviour log-probabilities are spread around those of a uniform policy, which a model with random weights nearly
+    is, widely enough that some tokens are clipped.
     """
     rng = np.random.default_rng(seed)
     drawn = lengths.median_tokens * np.exp(lengths.sigma * rng.normal(size=lengths.samples))

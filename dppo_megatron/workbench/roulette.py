@@ -1,22 +1,22 @@
-"""What it would gain to stop completions early by chance and weight what goes on, from a recorded run.
+"""Predicts from a recorded run what it would gain to stop completions early at random, and weight those that go on.
 
-At a checkpoint t of a completion a guess u of its outcome y is made from what is known of its prompt and from t, and
-it goes on with probability c. The estimate of y is u where it stops, and u + (y - u) / c where it goes on. Seen from
-before the coin its mean is y, whatever u and c are, so the gradient is the full one's in expectation:
+At a checkpoint, t tokens into a completion, its outcome y is guessed as u, from t and what is known of its prompt, and
+the completion goes on with probability c. The estimate of y is u if it stops, and u + (y - u) / c if it goes on. Its
+mean over the coin is y, whatever u and c are, so the expected gradient is the full one:
 
     tokens up to t       advantage u, or u + (y - u) / c
     tokens after t       advantage (y - u) / c
 
-Checkpoints follow each other by recursion. Without any stop (c = 1) the guesses are a baseline for each token. The
-guess is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only;
-a probe on the model's states would see more, and what one of a given quality would see is drawn from the outcome.
+Several checkpoints follow by recursion. Without any stop (c = 1) the guesses are a baseline for each token. The guess
+is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only. A
+probe on the model's states would see more: one of a given quality is simulated as the outcome plus noise.
 
-What the trainer has (`pruning.early_stop`) draws a limit before the first token, by chance alone, and weighs what comes
-to its end by the inverse of its chance to; its two settings are chosen likewise.
+The trainer's own `pruning.early_stop` draws a limit before the first token, without guesses, and weights a completion
+that ends within it by the inverse of the probability that it would; its two settings are chosen in the same way.
 
 The gradients of a completion's tokens are taken as orthogonal and of equal length, together its `logit_grad_norm`, so
 the variance is a sum over tokens of squared advantages. Completions are pruned under every estimator. Seconds are the
-trace's own, generation taking as long as its tokens, or as a roofline in which an iteration of n sequences takes
+trace's own, with generation proportional to its tokens, or by a roofline in which an iteration of n sequences takes
 1 + n / knee. How often to stop is chosen on the first half of the steps and judged on the second.
 """
 
@@ -43,21 +43,21 @@ from dppo_megatron.workbench.runs.trace import Trace
 from dppo_megatron.workbench.simulate import StepTimeModel
 
 KNEE = 48.0
-"""Sequences with which an iteration takes twice as long as with none; of an 8B model on an H100, in the roofline of
+"""Sequences with which an iteration takes twice as long as with none; for an 8B model on an H100, by the roofline of
 `plan`, 80 with contexts of 2k tokens and 22 with 8k."""
 _PER_ENGINE = 256
 _MARKS = np.array([1, 2, 4, 8, 12, 16, 20, 24, 28]) / 32
 """Checkpoints, as shares of the longest completion."""
 _PROBE_FULL = 0.25
-"""Share of the longest completion from which a probe is as good as it gets."""
+"""Share of the longest completion from which on a probe has its full quality."""
 _PRICES, _FLOORS = (0.02, 0.06, 0.2, 0.6, 2.0), (0.1, 0.3)
 _AFTER, _LEAST_ENDS = (0.5, 0.75, 1.0, 1.5, 2.0), (0.05, 0.1, 0.2, 0.4)
-"""Of `pruning.early_stop`: after_tokens over the mean length, and min_inclusion_prob."""
+"""Values tried for `pruning.early_stop`: after_tokens over the mean length, and min_inclusion_prob."""
 _GROWTH = 1.1
-"""Of the variance by pruning completions."""
+"""How much pruning completions may enlarge the variance."""
 _LEAST_PROB = 0.05
 _WINDOW = 16
-"""Steps that the guesses are fitted to."""
+"""How many earlier steps the guesses are fitted to."""
 _LEAST_FIT = 50
 _DRAWS = 4
 
@@ -68,36 +68,36 @@ class Gain:
 
     name: str
     variance: float
-    """Over that of RLOO with pruned completions; so are tokens and seconds."""
+    """Relative to RLOO with pruned completions, as tokens and seconds are."""
     tokens_generated: float
     tokens_trained: float
     stopped_share: float
-    """Of its completions."""
+    """Share of its completions."""
     by_tokens: float
-    """Variance x seconds of RLOO over its own."""
+    """Variance x seconds of RLOO over the estimator's own."""
     by_tokens_error: float
     """Standard error, over steps."""
     by_roofline: float
     by_roofline_error: float
     settings: tuple[str, ...] = field(default=(), kw_only=True)
-    """With which the trainer does it; empty: it cannot."""
+    """Settings with which the trainer does it; empty: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimator:
     name: str
     posterior: bool = False
-    """The group's baseline is `posterior_loo`'s."""
+    """Use the group baseline of `posterior_loo`."""
     guesses: bool = False
     probe: float = 0.0
     """d' of the probe; 0: none."""
     price: float = 0.0
-    """Of a token to come, against the variance that it takes away; 0: nothing stops."""
+    """Price of a token to come, in units of the variance that it removes; 0: nothing stops."""
     early: EarlyStopConfig | None = None
     """Limits drawn beforehand."""
     floor: float = 1.0
-    """Least probability of going on to the end: without it a completion that has passed nine coins weighs 1,000 times
-    what it was, and a made-up run of short answers had 6 times the variance."""
+    """Least probability of going on to the end: without it a completion that has passed nine coins weighs up to 1,000
+    times as much, and a made-up run of short answers had 6 times the variance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +108,27 @@ class _Step:
     rewards: FloatArray
     lengths: FloatArray
     energy: FloatArray
-    """Squared gradient norm of each of its tokens."""
+    """Squared gradient norm of each token of the completion."""
     alpha: FloatArray
     beta: FloatArray
     usual: FloatArray
     """Remembered length."""
     typical: float
-    """Length at which a token counts 1, where it is divided by its completion's; 0: it is not, and all count 1."""
+    """Length at which a token has weight 1, where it is divided by its completion's length; 0: all have weight 1."""
 
     @property
     def own(self) -> FloatArray:
-        """[n] what a token counts."""
+        """[n] weight of each token of the completion."""
         return self.typical / self.lengths if self.typical else np.ones(len(self.rewards))
 
     def others(self, outcome: FloatArray) -> FloatArray:
-        """[n] mean of the outcome of the group's others."""
+        """[n] mean outcome of the group's other completions."""
         groups = outcome.reshape(-1, self.size)
         mean: FloatArray = (groups.sum(axis=1, keepdims=True) - groups).ravel() / (self.size - 1)
         return mean
 
     def posterior(self, rewards: FloatArray) -> FloatArray:
-        """[n] the prompt's posterior mean, given the group's others."""
+        """[n] the prompt's posterior mean, given the group's other completions."""
         count = self.size - 1
         mean: FloatArray = (self.alpha + count * self.others(rewards)) / (self.alpha + self.beta + count)
         return mean
@@ -136,33 +136,33 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """Of what still runs at one checkpoint."""
+    """Regressions for the completions that still run at one checkpoint."""
 
     mark: float
-    """Tokens up to it."""
+    """Tokens up to the checkpoint."""
     clear: float
-    """Share of its quality that a probe has there."""
+    """Share of its full quality that a probe has there."""
     value: FloatArray
-    """Weights of the logarithm of the odds of a reward."""
+    """Weights for the log-odds of a reward."""
     rest: FloatArray
-    """Of the logarithm of the tokens to come."""
+    """Weights for the logarithm of the tokens to come."""
     scale: float
-    """What the mean of their exponential lacks."""
+    """Corrects the exponential of that logarithm to the right mean."""
 
     def of(self, step: _Step) -> tuple[FloatArray, FloatArray]:
-        """[n] log-odds, [n] tokens."""
+        """[n] log-odds of a reward, [n] tokens to come."""
         seen = _features(step, self.mark)
         return seen @ self.value, np.maximum(self.scale * np.exp(np.clip(seen @ self.rest, -20, 20)), 1.0)
 
 
 class _Totals(NamedTuple):
-    """Of a step, or of several, under one estimator."""
+    """Totals of one step, or of several, under one estimator."""
 
     variance: float
     generated: float
     trained: float
     stopped: float
-    """Share of the completions."""
+    """Share of the completions that are stopped."""
     span: float
     """Length of the roofline's rollout, in iterations of one sequence."""
 
@@ -179,7 +179,7 @@ def judge_roulette(
         UserError: rewards outside [0, 1], or too few steps to learn guesses and to judge them.
     """
     steps = _steps(trace)
-    first = len(steps) // 4  # the guesses of these would rest on next to nothing
+    first = len(steps) // 4  # guesses for earlier steps would be fitted to next to nothing
     if sum(len(step.rewards) for step in steps[:first]) < _LEAST_FIT:
         raise UserError(f"--roulette: {len(steps)} steps with whole groups are too few to learn guesses and judge them")
     longest = max(float(step.lengths.max()) for step in steps)
@@ -202,15 +202,15 @@ def judge_roulette(
     base = played(plain, 0, 1)
     with progress("choosing when to stop", 2 + len(probes), "guesses") as advance:
         for probe in (0.0, *probes):
-            said = f"a probe of d' {probe:g}" if probe else "free guesses"
-            tokens = _Estimator(f"token baseline, {said}", posterior=True, guesses=True, probe=probe)
+            source = f"a probe of d' {probe:g}" if probe else "free guesses"
+            tokens = _Estimator(f"token baseline, {source}", posterior=True, guesses=True, probe=probe)
             tried = [replace(tokens, price=price, floor=floor) for price in _PRICES for floor in _FLOORS]
             best = max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs)))
-            estimators += [tokens, replace(best, name=f"stopping, {said}")]
+            estimators += [tokens, replace(best, name=f"stopping, {source}")]
             advance(1)
         mean = float(np.mean(np.concatenate([step.lengths for step, _ in halves[0]])))
-        built = [EarlyStopConfig(max(1, round(share * mean)), floor) for share in _AFTER for floor in _LEAST_ENDS]
-        tried = [_Estimator("early_stop", posterior=True, early=early) for early in built]
+        configs = [EarlyStopConfig(max(1, round(share * mean)), floor) for share in _AFTER for floor in _LEAST_ENDS]
+        tried = [_Estimator("early_stop", posterior=True, early=early) for early in configs]
         estimators.append(max(tried, key=lambda one: np.prod(_gains(base, played(one, 0, 2), costs))))
         advance(1)
     base = played(plain, 1, 1)
@@ -218,12 +218,12 @@ def judge_roulette(
 
 
 def _steps(trace: Trace) -> list[_Step]:
-    """Of whole groups."""
+    """The trace's steps, with whole groups only."""
     pruning, rollout = trace.config.pruning.prompt, trace.config.rollout
     epoch = trace.num_prompts / rollout.prompts_per_step
     history = PromptHistory(trace.num_prompts, prior=pruning.prior, discount=pruning.discount, steps_per_epoch=epoch)
     by_length = trace.config.objective.normalization == "sequence_mean"
-    mean, found = rollout.sampling.max_completion_tokens / 2, list[_Step]()
+    mean, steps = rollout.sampling.max_completion_tokens / 2, list[_Step]()
     for traced in trace.steps:
         rewards, lengths = traced.rollouts.rewards, traced.rollouts.lengths
         whole = ~np.isnan(rewards).any(axis=1)
@@ -239,10 +239,10 @@ def _steps(trace: Trace) -> list[_Step]:
             flat, typical = lengths[whole].ravel().astype(np.float64), float(lengths[whole].mean())
             alpha, beta, usual = (np.repeat(column, size) for column in columns)
             outcome = size, rewards[whole].ravel(), flat, energy.ravel()
-            found.append(_Step(*outcome, alpha, beta, usual, typical if by_length else 0.0))
-            mean = 0.9 * mean + 0.1 * typical if len(found) > 1 else typical
+            steps.append(_Step(*outcome, alpha, beta, usual, typical if by_length else 0.0))
+            mean = 0.9 * mean + 0.1 * typical if len(steps) > 1 else typical
         history.update(traced.prompt_index, rewards, lengths, step=traced.step - 1, second_moment=None)
-    return found
+    return steps
 
 
 def _features(step: _Step, mark: float) -> FloatArray:
@@ -251,18 +251,16 @@ def _features(step: _Step, mark: float) -> FloatArray:
 
 
 def _learned(past: Sequence[_Step], longest: float) -> list[_Guess]:
-    """A guess for each checkpoint, from the completions of earlier steps that got there; where few did, that of before.
-
-    The first rests on the prior alone: as good as the posterior.
-    """
+    """A guess for each checkpoint, fitted to the completions of earlier steps that reached it; where few did, the guess
+    of the checkpoint before. In place of one before the first, the guess is the prompt's own odds."""
     last = _Guess(0.0, 0.0, np.array([0.0, 1.0, 0.0, 0.0, 0.0]), np.zeros(5), 1.0)
     guesses = []
     for mark in np.unique(np.ceil(_MARKS * longest)).tolist():
-        there = [step.lengths > mark for step in past]
-        if sum(int(one.sum()) for one in there) >= _LEAST_FIT:
-            seen = np.concatenate([_features(step, mark)[one] for step, one in zip(past, there, strict=True)])
-            rewards = np.concatenate([step.rewards[one] for step, one in zip(past, there, strict=True)])
-            rest = np.concatenate([step.lengths[one] - mark for step, one in zip(past, there, strict=True)])
+        reached = [step.lengths > mark for step in past]
+        if sum(int(one.sum()) for one in reached) >= _LEAST_FIT:
+            seen = np.concatenate([_features(step, mark)[one] for step, one in zip(past, reached, strict=True)])
+            rewards = np.concatenate([step.rewards[one] for step, one in zip(past, reached, strict=True)])
+            rest = np.concatenate([step.lengths[one] - mark for step, one in zip(past, reached, strict=True)])
             weights = np.linalg.lstsq(seen, np.log(rest), rcond=None)[0]
             scale = float(rest.mean() / np.exp(np.clip(seen @ weights, -20, 20)).mean())
             last = replace(last, value=_logistic(seen, rewards), rest=weights, scale=scale)
@@ -302,7 +300,7 @@ def _moments(
     generated, alive, stages = _coins(one, step, guesses, random)
     rewards = _estimates(np.where(alive, step.rewards, 0.0), [stage.value for stage in stages], stages)[-1]
     lengths = _estimates(np.where(alive, own, 0.0), [stage.scale for stage in stages], stages)[-1]
-    # as `posterior_advantages`: what moves the others' mean is not divided by a completion's own length
+    # as in `posterior_advantages`: the shift of the others' mean is not divided by a completion's own length
     mean = step.others(rewards)
     shift = (mean - step.posterior(rewards)) * step.others(lengths) if one.posterior else np.zeros(len(mean))
     guessed = [(stage.value - mean) * stage.scale + shift for stage in stages]
@@ -318,10 +316,11 @@ def _moments(
 
 
 def _limited(early: EarlyStopConfig, step: _Step, random: np.random.Generator) -> tuple[FloatArray, FloatArray, float]:
-    """As `_moments`, of what the trainer does with `posterior_loo`.
+    """As `_moments`, for the trainer's `early_stop` with `posterior_loo`.
 
-    The sum is its mean over each completion's own coin: on one of ten recorded runs a least probability of 0.05 was
-    chosen and judged by draws, and in one of those a completion that weighed 20 took the gain from 1.2 to 0.3.
+    The sum is its mean over each completion's own coin, not one draw. When draws were judged, a least probability of
+    0.05 was chosen on one of ten recorded runs, and in one draw a completion that weighed 20 took its gain from 1.2 to
+    0.3.
     """
     limits = limits_of(early, random.random(len(step.rewards)), int(step.lengths.max()))
     chance = end_probability(early, step.lengths.astype(np.int64))
@@ -330,7 +329,7 @@ def _limited(early: EarlyStopConfig, step: _Step, random: np.random.Generator) -
     shape = -1, step.size
     prior = np.stack([step.alpha, step.beta], axis=1)[:: step.size]
     by = step.lengths.astype(np.int64).reshape(shape) if step.typical else None
-    # with their rewards, what was stopped has an advantage too: as if it alone had come to its end
+    # stopped completions keep their rewards here: each has the advantage as if it alone had come to its end
     advantages = early_stop_advantages(step.rewards.reshape(shape), counts.reshape(shape), prior, by, to_posterior=True)
     each = np.square(advantages.ravel() * step.own) * step.lengths * step.energy
     return np.minimum(step.lengths, limits), each * np.square(counts), float((each / chance).sum())
@@ -344,18 +343,18 @@ class _StopPoint:
     value: FloatArray
     """Guess of the reward."""
     scale: FloatArray
-    """Guess of what a token counts, 1 unless it is divided by the completion's length."""
+    """Guess of a token's weight, 1 unless it is divided by the completion's length."""
     going: FloatArray
     """Probability of going on."""
     reached: BoolArray
     on: BoolArray
-    """It has got there and goes on."""
+    """It has reached the checkpoint and goes on."""
 
 
 def _coins(
     one: _Estimator, step: _Step, guesses: Sequence[_Guess], random: np.random.Generator
 ) -> tuple[FloatArray, BoolArray, list[_StopPoint]]:
-    """[n] tokens that are generated, [n] whether to the end, and each checkpoint."""
+    """[n] tokens that are generated, [n] whether the completion reaches its end, and each checkpoint."""
     n, stages = len(step.rewards), []
     generated, alive = step.lengths.copy(), np.ones(len(step.rewards), dtype=np.bool_)
     left = np.ones(n)
@@ -378,13 +377,13 @@ def _coins(
 
 
 def _estimates(outcome: FloatArray, guesses: Sequence[FloatArray], stages: Sequence[_StopPoint]) -> list[FloatArray]:
-    """Of an outcome [n], known of those that go on to their end: itself, then as seen from before each checkpoint, the
-    last first. All have its mean."""
-    found = [outcome]
+    """Estimates of an outcome [n] that is known only of completions that reach their end: the outcome itself, then the
+    estimate before each checkpoint, the last first. All have the same mean over the coins."""
+    estimates = [outcome]
     for stage, guess in zip(reversed(stages), reversed(guesses), strict=True):
-        corrected = guess + np.where(stage.on, (found[-1] - guess) / stage.going, 0.0)
-        found.append(np.where(stage.reached, corrected, found[-1]))
-    return found
+        corrected = guess + np.where(stage.on, (estimates[-1] - guess) / stage.going, 0.0)
+        estimates.append(np.where(stage.reached, corrected, estimates[-1]))
+    return estimates
 
 
 def _pruned(moment: FloatArray, tokens: FloatArray) -> tuple[float, float]:
@@ -404,7 +403,7 @@ def _pruned(moment: FloatArray, tokens: FloatArray) -> tuple[float, float]:
 
 
 def _span(lengths: FloatArray, knee: float) -> float:
-    """Of the engine that ends last, `_PER_ENGINE` of the lengths [n] each."""
+    """Iterations of the engine that ends last, where each has `_PER_ENGINE` of the lengths [n]."""
     spans = []
     for at in range(0, len(lengths), _PER_ENGINE):
         falling = np.sort(lengths[at : at + _PER_ENGINE])[::-1]
@@ -420,9 +419,9 @@ def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[fl
     count = base.shape[1]
     generate_s = costs.rollout.average * plain.generated / count
 
-    def spent(of: _Totals, share: float) -> float:
+    def spent(totals: _Totals, share: float) -> float:
         """Variance x seconds of a mean step whose rollout takes this share of the seconds of `base`."""
-        return of.variance * costs.step_s(generate_s * share, costs.update_s(of.trained / count))
+        return totals.variance * costs.step_s(generate_s * share, costs.update_s(totals.trained / count))
 
     def gain(share: float) -> float:
         return float(spent(plain, 1.0) / spent(mine, share))
@@ -431,10 +430,10 @@ def _gains(base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> tuple[fl
 
 
 def _judged(one: _Estimator, base: FloatArray, ours: FloatArray, costs: StepTimeModel) -> Gain:
-    """With a jackknife over steps."""
+    """The gain of an estimator, with errors by a jackknife over steps."""
     count = base.shape[1]
-    left = np.array([_gains(np.delete(base, at, axis=1), np.delete(ours, at, axis=1), costs) for at in range(count)])
-    errors = np.sqrt((count - 1) / count * np.square(left - left.mean(axis=0)).sum(axis=0))
+    each = np.array([_gains(np.delete(base, at, axis=1), np.delete(ours, at, axis=1), costs) for at in range(count)])
+    errors = np.sqrt((count - 1) / count * np.square(each - each.mean(axis=0)).sum(axis=0))
     shares = (ours.mean(axis=(0, 1)) / base.mean(axis=(0, 1)).clip(1e-12))[:_STOPPED].tolist()
     both = np.stack([_gains(base, ours, costs), errors], axis=1).ravel().tolist()
     figures: list[float] = [*shares, float(ours[..., _STOPPED].mean()), *both]
@@ -447,7 +446,7 @@ def _settings(early: EarlyStopConfig) -> tuple[str, ...]:
 
 
 def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> str:
-    """To print, with what it says about the engines."""
+    """The table to print, with the verdicts below it."""
     update = costs.update_s_per_1k_tokens / 1000 / costs.rollout.average if costs.rollout.average else 0.0
     rows = [["estimator", "variance", "generated", "trained", "stopped", "by tokens", "by roofline"]]
     for one in gains:
@@ -463,7 +462,8 @@ def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> 
 
 
 def _verdicts(gains: Sequence[Gain]) -> list[str]:
-    """Of what the trainer has; then of each that stops by guesses, beside the one before it, which has the same."""
+    """The gain of the trainer's own `early_stop`; then of each estimator that stops by guesses, over the one before it,
+    which has the same guesses and no stop."""
     posterior, built = gains[1], gains[-1]
     own = built.by_tokens / posterior.by_tokens, built.by_roofline / posterior.by_roofline
     both = f"{own[0]:.2f}x by tokens and {own[1]:.2f}x by the roofline"

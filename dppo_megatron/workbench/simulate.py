@@ -32,7 +32,7 @@ from dppo_megatron.types import FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
-"""Share of a step above which completion pruning is said to be of no help: it gains less than a ninth."""
+"""Share of rollout in a step above which completion pruning is reported as no help: it gains less than a ninth."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 _HEAD: tuple[str, ...] = (
     "method",
@@ -53,7 +53,7 @@ class StepTimeModel:
     """Seconds of a step by its tokens."""
 
     rollout: RolloutCost
-    """Of one round of generation."""
+    """Seconds of one round of generation."""
     update_s_per_1k_tokens: float
     fixed_s: float
     """Per step, whatever is pruned: syncing, selecting, packing."""
@@ -86,12 +86,12 @@ class Prediction:
     those of the step: about how long the expected gradient is, relative to the full batch's. 1 for an unbiased method,
     up to the noise of the draws."""
     variance_ratio: float
-    """Growth of the gradient's variance at equal length: the mean over the steps of what each step's account says was
-    realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which skip
-    nothing. Of a biased method, whose account knows no full batch, sum W^2 s^2 over the full batch's sum s^2, over
-    scale^2."""
+    """Growth of the gradient's variance at equal length: the mean over the steps of the growth that each step's account
+    has as realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which
+    skip nothing. For a biased method, whose account has no full batch, it is sum W^2 s^2 over the full batch's sum s^2,
+    over scale^2."""
     variance_skipping: float
-    """The same over the steps that could skip prompts, without warm-up and annealing; of all where none could."""
+    """The same over the steps that could skip prompts, without warm-up and annealing; over all if none could."""
     predicted_variance: float
     """Mean over the steps of the growth that was predicted before each draw."""
     imputed_share: float
@@ -100,7 +100,7 @@ class Prediction:
     """Share of all nominal tokens in completions without an advantage: what can be dropped exactly."""
     prompt_effect: tuple[float, float, float] | None
     """Growth of the variance by skipping prompts as the method measured it last, its standard error, and the growth by
-    random skipping at the same cost; None where it measures none."""
+    random skipping at the same cost; None if the method measures none."""
 
 
 def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | None) -> StepTimeModel:
@@ -110,8 +110,8 @@ def fit_costs(trace: Trace, rollout_cost: float | None, update_cost: float | Non
     (`pruning/scores.py`). An intercept that is not tested against its error was worse: steps of an unpruned trace have
     nearly equal token counts, so noise flattens the slope and the intercept absorbs the rest.
 
-    Of a run that generated ahead the trace has only the seconds that were waited for a rollout. It ran beside the rest
-    of the step, so that is added: right where there was a wait, and else the most that it can have taken.
+    The trace of a run that generated ahead has only the seconds spent waiting for a rollout. The rollout ran beside the
+    rest of the step, whose seconds are added: exact where there was a wait, otherwise an upper bound.
 
     Raises:
         UserError: a cost is not given, and the trace has no tokens to measure it by.
@@ -198,15 +198,15 @@ def simulate(
         variance_ratio=mean(growth) if scale else 1.0,
         variance_skipping=mean(growth, skipping=any(skips for *_, skips in accounts)) if scale else 1.0,
         predicted_variance=mean(lambda account, _: account.growth.predicted),
-        imputed_share=outcomes.imputed / max(outcomes.asked, 1),
+        imputed_share=outcomes.imputed / max(outcomes.requested, 1),
         without_gradient=idle_tokens / max(nominal_tokens, 1.0),
         prompt_effect=(effect.realised, effect.error, effect.uniform) if effect else None,
     )
 
 
 def _predicted_over_true(trace: Trace, decision: TrainSelection, divisor: FloatArray) -> float:
-    """By which divisors of a step's decision are larger than the full batch's [N, G]: s^2 has their square, a gradient
-    the first power."""
+    """By what factor the divisors of a step's decision are larger than the full batch's [N, G]: s^2 has their square, a
+    gradient the first power."""
     objective = trace.config.objective
     if objective.normalization != "token_mean" or not len(decision.denominator):
         return 1.0
@@ -217,7 +217,7 @@ def _predicted_over_true(trace: Trace, decision: TrainSelection, divisor: FloatA
 def unpruned_lengths(trace: Trace) -> IntArray:
     """Tokens of completions, [steps, prompts, G], that the recorded run would have generated without pruning.
 
-    Those that it did generate are of the prompts that were not skipped, and of refills: neither as many nor as long.
+    The recorded completions are of prompts that were not skipped, and of refills: neither as many nor as long.
     """
     selector, outcomes, lengths = _selector(trace, "grpo"), _NearestRollouts(trace), []
     for traced in _shown(trace, "grpo"):
@@ -229,7 +229,7 @@ def unpruned_lengths(trace: Trace) -> IntArray:
 
 
 def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:
-    """The trainer's, before the first step that is left of the trace: a bounded one has lost those before."""
+    """The trainer's selector, before the first step of the trace: one of bounded size has lost its earlier steps."""
     settings = selection_settings(with_method(trace.config, method))
     selector = Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
     selector.skip_to(trace.steps[0].step)
@@ -244,7 +244,7 @@ def _shown(trace: Trace, method: str) -> Iterator[TracedStep]:
 def _rolled_out(
     selector: Selector, outcomes: _NearestRollouts, costs: StepTimeModel, step: int
 ) -> tuple[Rollouts, float]:
-    """What a step generates, refills included, and in how many seconds."""
+    """What a step generates, refills included, and the seconds of that."""
     rollouts = outcomes.of(selector.begin(step).prompt_index, step)
     rollout_s = costs.rollout.of(float(rollouts.lengths.sum()))
     while (more := selector.refill(rollouts.rewards, step)) is not None:
@@ -255,19 +255,19 @@ def _rolled_out(
 
 
 def capacity_of(trace: Trace) -> StepCapacity | None:
-    """Of the recorded run's micro-batches."""
+    """What the micro-batches of the recorded run hold."""
     layout = trace.config.actor.layout
     ranks = max(trace.ranks, layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
     return TokenCapacity.of(trace.config.packing, packing_layout(trace.config.actor, ranks))
 
 
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
-    """How much sooner than `base` it is where `base` gets to: between the first and the second figure.
+    """(low, high): between these is the speed-up of `one` over `base` to the same result.
 
-    The second is the quotient of the seconds of a step, for a run that more noise does not slow down (a batch above its
-    critical size). The first also divides by the growth of the variance, for one that noise alone limits: steps needed
-    are proportional to it. None for a biased method, which gets elsewhere. That is the mean over runs; what a single
-    pair measures is further off by `noise`, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
+    High is the ratio of the seconds of a step, for a run that more noise does not slow down (a batch above its critical
+    size). Low also divides by the growth of the variance, for a run that only noise limits: the steps that it needs are
+    proportional to it. None for a biased method, whose result is another. This is the mean over runs; a single pair
+    differs by `noise` more, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
 
     Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
@@ -280,7 +280,7 @@ def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tupl
 def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
     """What bounds the gain on this trace, from the first method (meant to be unpruned), a line each."""
     base = predictions[0]
-    # not by its tokens: what has no reward, or is too long for the objective, is not trained on either
+    # not judged by its tokens: an unpruned run too leaves out what has no reward or is too long for the objective
     is_unpruned = levels(base.method) == ("none", "none")
     rollout_s, update_s = costs.rollout.of(base.tokens_generated), costs.update_s(base.tokens_trained)
     whole_s = costs.step_s(rollout_s, update_s)
@@ -292,10 +292,10 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
         f" {1.0 / share:.2f}x; {base.without_gradient:.0%} of the tokens have no gradient, and dropping just those,"
         f" which is exact, is {exact:.2f}x"
         if is_unpruned
-        else f"no limits can be told: {base.method}, the first method, prunes; begin --methods with grpo"
+        else f"the limits are unknown: {base.method}, the first method, prunes; begin --methods with grpo"
     ]
     if is_unpruned and share > _MOSTLY_ROLLOUT:
-        lines.append("pruning completions cannot help here: rollouts are what takes the time")
+        lines.append("pruning completions cannot help here: rollouts take nearly all of the time")
     for one in predictions:
         if one.prompt_effect and one.prompts_generated < base.prompts_generated:
             realised, error, uniform = one.prompt_effect
@@ -349,17 +349,17 @@ class _NearestRollouts:
         self._anything = [visit for visits in self._visits.values() for visit in visits]
         self._seed = trace.config.seed
         self._features = trace.features
-        self.asked = self.imputed = 0
+        self.requested = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
         """Outcomes [K, G] of `prompts` at `step`; a prompt never recorded borrows another prompt's visit."""
         places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
-        self.asked += len(places)
+        self.requested += len(places)
         self.imputed += sum(at != step for at, _, _ in places)
-        steps = [(self._steps[position].rollouts, row) for _, position, row in places]
+        rows = [(self._steps[position].rollouts, row) for _, position, row in places]
         empty = self._steps[0].rollouts
         columns = {
-            name: np.stack([getattr(of, name)[row] for of, row in steps]) if steps else getattr(empty, name)[:0]
+            name: np.stack([getattr(step, name)[row] for step, row in rows]) if rows else getattr(empty, name)[:0]
             for name in _COLUMNS
         }
         tokens = None if self._features is None else self._features.prompt_tokens[prompts]

@@ -1,12 +1,11 @@
-"""Makes what the real-math example trains on: real rows in two formats, and a tiny chat model that has read them.
+"""Writes the inputs of the real-math example: real rows in two formats, and a tiny chat model for them.
 
     prepare.py --gsm8k data/gsm8k/train.jsonl --math data/math/train.jsonl --out runs/real_math
 
-GSM8K stays JSON Lines in this project's own layout. MATH becomes parquet as verl users have it: the prompt a list of
-messages, the reference under reward_model.ground_truth. The model is a Qwen3 of 0.6 million random parameters whose BPE
-tokenizer is learned from the problems. Its SFT teaches it one thing: to answer with a box, and which numbers
-are common. It cannot reason, and nothing that it scores means anything. What the example shows is that every part of a
-real job works on real rows.
+GSM8K stays JSON Lines in this project's own layout. MATH becomes parquet as verl users have it: the prompt is a list of
+messages, the reference is in reward_model.ground_truth. The model is a Qwen3 of 0.6 million random parameters, with a
+BPE tokenizer trained on the problems. SFT teaches it only to answer with a box, and which numbers are common. It cannot
+reason, and its scores mean nothing. The example shows that every part of a real job works on real rows.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def test_a_dry_run_is_of_the_gpu_that_is_here(
 
     monkeypatch.setattr(plan_command, "_load_job", load)
     arguments = parser.parse_args(["quickstart", *options, "--dry-run"])
-    found = "".join(plan_command._take_gpu_of_here(copy.copy(arguments)))
+    found = "".join(plan_command._use_local_gpu(copy.copy(arguments)))
     assert found.endswith(said) and bool(found) == bool(said)
     with pytest.raises(UserError, match="that is all"):
         plan_command.execute(arguments)
@@ -183,7 +183,7 @@ def test_a_dry_run_of_train_on_nodes_of_four(
     config, files = str(REPOSITORY / "configs" / "quickstart.yaml"), write_job_files(tmp_path)
     line = ["train", config, *job_settings(files, tmp_path / "run"), "--dry-run"]
     assert main([*line, "--gpus", "12"]) == 2
-    assert "--gpus 12: are no whole nodes of --gpus-per-node 8" in capsys.readouterr().err
+    assert "--gpus 12: not a whole number of nodes (--gpus-per-node 8)" in capsys.readouterr().err
     assert main([*line, "--gpus", "12", "--gpus-per-node", "4"]) == 0
     assert "; 12 GPUs of 79.1 GiB, 4 a node" in capsys.readouterr().out
     monkeypatch.setenv("WORLD_SIZE", "12")

@@ -175,14 +175,14 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     settings = [f"model.hf_path={model}", "data.order=easy_first", "data.level_field=level"]
     assert main(["plan", recipe, *settings, "--json", str(tmp_path / "new" / "plan.json")]) == 0
     out, said = capsys.readouterr()
-    assert "new/plan.json: its directory did not exist and is made\n" in said
+    assert "new/plan.json: its directory did not exist and was created\n" in said
     plan = json.loads((tmp_path / "new" / "plan.json").read_text(encoding="utf-8"))
     assert plan["fits"] and f"largest: {plan['largest']}" in out
     assert list(plan["phases"]) == ["generate", "sync", "log-probs", "forward", "backward", "step", "checkpoint"]
     assert list(plan["host"]) == list(plan["phases"])
     for phase in (*plan["phases"].values(), *plan["host"].values()):
         assert phase["total"] == pytest.approx(sum(v for k, v in phase.items() if k not in ("total", "stage")))
-    saving = re.search(r"a stop waits for it, an evaluation that is due, and (\d+) s of saving", out)
+    saving = re.search(r"a stop waits for the step, a due evaluation, and (\d+) s of saving", out)
     assert saving and int(saving[1]) == round(20 * plan["seconds"]["checkpoint"])  # checkpoint.every_steps
     methods = plan["methods"]
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
@@ -293,7 +293,7 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
             "--max-model-len 2048: the longest sequence has 5120 tokens",
         ),
         (["rollout.quantization=fp8"], "objective.correction.level = none would train on them"),
-        (["--gpus", "12", "--gpus-per-node", "8"], "--gpus 12: are no whole nodes of --gpus-per-node 8"),
+        (["--gpus", "12", "--gpus-per-node", "8"], "--gpus 12: not a whole number of nodes (--gpus-per-node 8)"),
         (["rollout.engine=sglang"], "has --gpu-memory-utilization, which rollout.engine = sglang does not know"),
         (["--completion-tokens", "4097"], "no mean can be above rollout.sampling.max_completion_tokens = 4096"),
         (["--prompt-tokens", "2000"], "no mean can be above max_prompt_tokens = 1024"),

@@ -42,7 +42,7 @@ from dppo_megatron.weights.routes import Catalogue
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from plane.actor import GB, one_rank, write_shape
-from plane.routes import KEYS, QWEN3_235B, messages, told_by_all
+from plane.routes import KEYS, QWEN3_235B, messages, reports_of_all
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def _one_rank(rank: int, world: int, model: Path) -> dict[str, Any]:
 def test_one_rank_of_many(world: int, model: Path) -> None:
     """Of a rank in a middle stage: memory, groups, messages, plan; and it tells what the benchmark writes down."""
     found = run_ranks(_one_rank, 1, world // 2 + 5, world, model)[0]
-    assert found["told"] and found["keys"]
+    assert found["report"] and found["keys"]
     assert found["memory"] <= GB
     assert len(found["groups"]) <= 20
     assert found["messages"] <= 256, "sends and receives of a bucket, whatever the size of the job"
@@ -79,7 +79,7 @@ def test_one_rank_of_many(world: int, model: Path) -> None:
 def test_what_a_rank_looks_at_does_not_grow_with_the_job() -> None:
     """Blocks, of which 32 sets of ranks hold the experts and the split weights; and descriptions that are read."""
     full = replace(QWEN3_235B, tp=8, pp=4, ep=8)
-    small, large = (Catalogue(told_by_all(world, full), KEYS) for world in (256, 1024))
+    small, large = (Catalogue(reports_of_all(world, full), KEYS) for world in (256, 1024))
     assert len(small.blocks) == len(large.blocks) <= 200
     gc.collect()
     before = len(gc.get_objects())

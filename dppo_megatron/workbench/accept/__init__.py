@@ -1,1 +1,1 @@
-"""`dppo-megatron accept`: what only a device can show, as one command with one page."""
+"""`dppo-megatron accept`: one command and one page for what only a GPU can show."""

@@ -1,7 +1,7 @@
-"""What is measured, in order of worth for the time, and what must come out.
+"""The steps of `accept`, those most worth their time first, and the bar of each figure.
 
-Each figure is listed once, with its bar and where the bar comes from. The page shows all of them, whatever has run:
-a figure without a value has the reason. Without torch: the command's help reads this table.
+Each figure is listed once, with its bar and where the bar comes from. The page shows all of them, whatever has run: a
+figure without a value has the reason. No torch here: the command's help reads this table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Figure:
     least: float | None = None
     most: float | None = None
     of_prediction: bool = False
-    """The bounds are factors of the value that was predicted; without one the figure is shown."""
+    """The bounds are factors of the prediction; without a prediction the figure is shown, not judged."""
     source: str = ""
 
 
@@ -30,14 +30,14 @@ class Figure:
 class Step:
     name: str
     what: str
-    by: str
-    """The module beside this one and its function."""
+    function: str
+    """`module.function` of this package."""
     limit_s: float
-    """It is ended after this long, and not begun with less left."""
+    """It is stopped after this long, and not started with less time left."""
     figures: dict[str, Figure]
     needs: tuple[Need, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    given: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...] = ()
     ranks: int = 1
 
 
@@ -45,7 +45,7 @@ _FAR, _NORM = "mean |difference| of log-probabilities", "first grad_norm, relati
 _EXACT = "sums in another order: a CPU against itself at other layouts differs by 4e-7"
 _HALF = "bfloat16 has 8 bits: a CPU's differs from its float32 by 2.6e-3, its third grad_norm by 2.2 %"
 _FAMILY = "3 times what bfloat16 does on a CPU; a wrong window, base, scale or share: 0.09 to 0.6"
-_STALE = "bfloat16 in the engine; that the weights arrived, receipts prove"
+_STALE = "bfloat16 in the engine; receipts prove that the weights arrived"
 _ROUNDING = "rounding of a few per cent a layer"
 _EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -68,7 +68,7 @@ def _parity(case: str, far: float, norm: float, source: str) -> dict[str, Figure
 
 FAMILIES = {"yarn": 0.03, "adapters": 0.03, "gemma3": 0.03, "glm4": 0.03, "qwen2_moe": 0.04, "adapters_moe": 0.03}
 FAMILIES |= {"glm4_moe": 0.04, "deepseek_v3": 0.08, "adapters_latent": 0.08}
-"""Models of `parity.MODELS`, and how far their log-probabilities may be: on a CPU bfloat16 is 0.008 to 0.026 off."""
+"""Models of `parity.MODELS`, and how far off their log-probabilities may be: on a CPU bfloat16 is 0.008 to 0.026."""
 
 
 def _mfu(least: float) -> dict[str, Figure]:
@@ -82,7 +82,7 @@ def _mfu(least: float) -> dict[str, Figure]:
 def _fp8(recipe: str, speed: float) -> dict[str, Figure]:
     return {
         f"{recipe}_gate": _most(f"{recipe}: largest share of a bound of the gate", 1, "doctor --fp8-gate"),
-        f"{recipe}_speed": Figure(f"{recipe} over bfloat16", "x", speed, source="or it is not worth its rounding"),
+        f"{recipe}_speed": Figure(f"{recipe} over bfloat16", "x", speed, source="else it is not worth its rounding"),
         f"{recipe}_loss": _most(f"{recipe}: loss, relative difference", 0.02, _ROUNDING),
         f"{recipe}_grad_norm": _most(f"{recipe}: grad_norm, relative difference", 0.1, _ROUNDING),
     }
@@ -105,24 +105,24 @@ STEPS: tuple[Step, ...] = (
     Step("ipc-expandable", "The same from expandable segments", "basics.ipc", 40, _IPC, ("cuda",), _EXPANDABLE),
     Step("parity", "Against stored float32 references of a CPU, local layers", "parity.against_references", 90,
          _parity("float32 local", 1e-4, 1e-4, _EXACT) | _parity("bfloat16 local", 0.02, 0.03, _HALF),
-         given=("local", "float32", "bfloat16")),
+         arguments=("local", "float32", "bfloat16")),
     Step("parity-te", "The same with Transformer Engine's layers", "parity.against_references", 60,
-         _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "te"), given=("te", "bfloat16")),
-    Step("families", "Gemma's windows, latent attention, YaRN, adapters and others likewise", "parity.families", 90,
+         _parity("bfloat16 te", 0.02, 0.03, _HALF), ("cuda", "te"), arguments=("te", "bfloat16")),
+    Step("families", "The same of Gemma's windows, latent attention, YaRN, adapters, others", "parity.families", 90,
          {name: one for model, far in FAMILIES.items() for name, one in _parity(model, far, 0.03, _FAMILY).items()},
          ("te_on_cuda",)),
     Step("gpu-tests", "The repository's `-m gpu` tests of one process", "jobs.gpu_tests", 140, {
         "failed": _most("failed", 0, "each is a claim of the documentation"),
-        "passed": Figure("passed", "", 1, source="a check that ran nothing is red"),
+        "passed": Figure("passed", "", 1, source="a check that ran nothing has failed"),
         "skipped": Figure("skipped"),
     }, ("cuda", "tests")),
     Step("servers", "A colocated server that sleeps during updates: three steps", "jobs.three_steps", 240, _RUN | {
         "freed_share": Figure("memory of the card that sleep frees", "", 0.1, source="a server was given 0.3 of it"),
-    }, ("server",), given=("colocate",)),
+    }, ("server",), arguments=("colocate",)),
     Step("mfu-4b-te", "A step of 4B, Transformer Engine's layers", "speed.utilization", 80,
-         _mfu(0.45), ("cuda", "te", "benchmark"), _EXPANDABLE, given=("te",)),
+         _mfu(0.45), ("cuda", "te", "benchmark"), _EXPANDABLE, arguments=("te",)),
     Step("mfu-4b-local", "A step of 4B, local layers", "speed.utilization", 80,
-         _mfu(0.38), ("cuda", "benchmark"), _EXPANDABLE, given=("local",)),
+         _mfu(0.38), ("cuda", "benchmark"), _EXPANDABLE, arguments=("local",)),
     Step("packed", "One batch of 0.6B packed, padded, and padded after sorting", "speed.packed", 70, {
         f"over_{other}": Figure(f"packed over {other}", "x", 0.9, None, True, "slots, less a tenth")
         for other in ("padded", "sorted")
@@ -133,9 +133,9 @@ STEPS: tuple[Step, ...] = (
     } | {
         "left": _most("share that stays while servers have the card", 0.1, "servers need the room"),
     }, ("cuda", "benchmark"), _EXPANDABLE),
-    Step("job", "A job that is killed on its way, and resumed", "jobs.killed_and_resumed", 140, {
+    Step("job", "A job that is killed midway, and resumed", "jobs.killed_and_resumed", 140, {
         "steps": Figure("steps on record", "", 1, None, True, "all of them"),
-        "repeated": Figure("steps done again after the kill", "", 1, source="or nothing was compared"),
+        "repeated": Figure("steps done again after the kill", "", 1, source="else nothing was compared"),
         "kept": Figure("steps that the checkpoint kept", "", 1, None, True, "a resume, not a new start"),
         "loss": _most("first of them: |loss difference|", 1e-3, "the same draws"),
         "grad_norm": _most("first of them: grad_norm, relative difference", 0.03, _HALF),
@@ -148,9 +148,9 @@ STEPS: tuple[Step, ...] = (
     }, ("cuda", "benchmark"), _EXPANDABLE),
     Step("servers-fp8", "A server with weights in FP8: three steps", "jobs.three_steps", 90,
          _RUN | {"mismatch": _most(_RUN["mismatch"].what, 0.05, "0.018 on a CPU, products in float32")},
-         ("cuda", "server"), given=("fp8",)),
+         ("cuda", "server"), arguments=("fp8",)),
     Step("servers-experts", "Experts that an engine chose, replayed: three steps", "jobs.replayed", 100, _RUN | {
-        "replay": Figure("mismatch/kl of routers 3 % off, without over with replay", "x", 5, source="58 on a CPU"),
+        "replay": Figure("mismatch/kl with routers 3 % off: without replay over with", "x", 5, source="58 on a CPU"),
     }, ("te_on_cuda",)),
     Step("layouts", "Two ranks against one: DP, TP, PP, CP, EP", "parity.layouts", 80,
          _far("dp2", 1e-4, 1e-4, _EXACT) | _far("tp2", 1e-4, 1e-4, _EXACT) | _far("pp2", 1e-4, 1e-4, _EXACT)
@@ -158,7 +158,7 @@ STEPS: tuple[Step, ...] = (
          | _far("latent_tp2", FAMILIES["deepseek_v3"], 0.05, "as deepseek_v3 on one rank"),
          ("no_single_gpu",), {"OMP_NUM_THREADS": "1"}, ranks=2),
     Step("servers-nccl", "A server on the second GPU, weights by NCCL: three steps", "jobs.three_steps", 75,
-         _RUN, ("two_gpus", "server"), given=("nccl",)),
+         _RUN, ("two_gpus", "server"), arguments=("nccl",)),
     Step("servers-dp", "One colocated server with a replica on each of two GPUs: three steps", "jobs.three_steps", 75,
-         _RUN, ("two_gpus", "server"), given=("replicas",)),
+         _RUN, ("two_gpus", "server"), arguments=("replicas",)),
 )

@@ -12,13 +12,13 @@ from dppo_megatron.workbench.doctor.machine import attention_rows, copy_rows, ma
 
 
 def environment(sheet: Sheet) -> None:
-    """What others depend on first, then the product."""
+    """Record first what other steps depend on, then measure a matrix product."""
     machine, gpus = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda" if gpus else "cpu")
     rows = machine_rows(max(gpus, 1), first_here=True) + attention_rows(device) + copy_rows(device)
     name, lacks = torch.cuda.get_device_name() if gpus else "no CUDA device", machine.lacks_transformer_engine
-    found = report() + [(row.what, row.detail) for row in rows]
-    sheet.facts(gpus=gpus, device=name, lacks_transformer_engine=lacks, report=found)
+    facts = report() + [(row.what, row.detail) for row in rows]
+    sheet.facts(gpus=gpus, device=name, lacks_transformer_engine=lacks, report=facts)
     if not gpus:
         return
     faults = [f"{row.what}: {row.detail}" for row in rows if row.verdict == "fault"]

@@ -1,4 +1,4 @@
-"""What takes whole runs: a job that is killed and resumed, servers beside one, the repository's own tests.
+"""Steps that take whole runs: a job that is killed and resumed, servers beside one, the repository's own tests.
 
 The task is the quickstart's and the model is made here, so nothing is downloaded. Each run is `dppo-megatron train` in
 the directory of its step, where its metrics, logs and checkpoints stay.
@@ -42,12 +42,12 @@ _POLL_S = 0.1
 
 
 def gpu_tests(sheet: Sheet) -> None:
-    """pytest's own counts."""
-    tests, found = repository(TESTS), sheet.directory / "tests.xml"
+    """Run the tests that need a GPU; the figures are pytest's counts."""
+    tests, results = repository(TESTS), sheet.directory / "tests.xml"
     assert tests is not None
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(tests), "-p", "no:cacheprovider"]
-    subprocess.run([*command, f"--junitxml={found}"], cwd=tests.parents[1])
-    counts = next(ElementTree.parse(found).iter("testsuite")).attrib
+    subprocess.run([*command, f"--junitxml={results}"], cwd=tests.parents[1])
+    counts = next(ElementTree.parse(results).iter("testsuite")).attrib
     failed, skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
     sheet.note("failed", failed)
     sheet.note("passed", int(counts["tests"]) - failed - skipped)
@@ -55,7 +55,7 @@ def gpu_tests(sheet: Sheet) -> None:
 
 
 def killed_and_resumed(sheet: Sheet) -> None:
-    """The quickstart's job; what the second process does again must be what the first one did."""
+    """The quickstart's job; steps that the second process repeats must match those of the first."""
     steps, every, kill_at = (16, 8, 10) if sheet.cuda else (8, 4, 5)  # the embedded engine: 2 s a step on an H200
     settings = {
         "steps": steps,
@@ -66,7 +66,7 @@ def killed_and_resumed(sheet: Sheet) -> None:
     first = _start(sheet, settings)
     while first.poll() is None and max(_record(sheet).steps, default=0) < kill_at:
         time.sleep(_POLL_S)
-    first.kill()  # no warning, as a lost machine
+    first.kill()  # without warning, like a lost machine
     first.wait()
     before = _record(sheet)
     _check(_start(sheet, settings))
@@ -89,20 +89,20 @@ def killed_and_resumed(sheet: Sheet) -> None:
 
 
 def three_steps(sheet: Sheet, servers: str) -> None:
-    """A training run beside a server that it launches, of the engine that the given Python can import. Its weights are
-    others in every step, and the server's log-probabilities are compared with the actor's."""
-    of_kind: dict[str, dict[str, Any]] = {
+    """A training run with a server that it launches, of the engine that --server-python can import. Weights change in
+    every step, and the server's log-probabilities are compared with the actor's."""
+    settings_of: dict[str, dict[str, Any]] = {
         "colocate": {"rollout.servers.colocate": str(sheet.cuda).lower()},
         "nccl": {"rollout.servers.gpus": "['1']", "rollout.sync.channel": "nccl"},
         "replicas": {"rollout.servers.gpus": "['0,1']", "rollout.servers.colocate": "true"},
         "fp8": _FP8,
     }
     ranks = 2 if servers == "replicas" else 1
-    settings = _served(sheet, *(["--data-parallel-size", "2"] if ranks == 2 else [])) | of_kind[servers]
+    settings = _served(sheet, *(["--data-parallel-size", "2"] if ranks == 2 else [])) | settings_of[servers]
     run, used = _start(sheet, settings, ranks), list[float]()
     while run.poll() is None:
         time.sleep(_POLL_S)
-        if sheet.cuda and 0 < max(_record(sheet).steps, default=0) < 3:  # the server has not ended
+        if sheet.cuda and 0 < max(_record(sheet).steps, default=0) < 3:  # while the server runs
             free, total = torch.cuda.mem_get_info()
             used.append(1 - free / total)
     _check(run)
@@ -112,15 +112,15 @@ def three_steps(sheet: Sheet, servers: str) -> None:
 
 
 def replayed(sheet: Sheet) -> None:
-    """Three steps with a server's experts, or the embedded engine's: vLLM records none on a CPU. Then a rollout as an
-    actor sees it whose routers are 3 % off: by rounding alone, few tokens of a tiny model go to other experts."""
+    """Three steps that replay the experts of a server, or of the embedded engine: vLLM records none on a CPU. Then a
+    rollout's mismatch with routers 3 % off, with and without replay: rounding alone moves few tokens of a tiny one."""
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run  # the other steps import no Megatron here
     from dppo_megatron.train import train
 
     served = sheet.cuda and sheet.server_python
-    given = {"actor.routing_replay": "engine"} | (_served(sheet) if served else {})
-    config, *overrides = _task(sheet, given | {"pruning.completion.method": "none"}, write_mixture)
+    settings = {"actor.routing_replay": "engine"} | (_served(sheet) if served else {})
+    config, *overrides = _task(sheet, settings | {"pruning.completion.method": "none"}, write_mixture)
     os.chdir(sheet.directory)
     with Run(prepare_job(load_config(config, overrides), 1)) as run:
         train(run)
@@ -137,12 +137,12 @@ def replayed(sheet: Sheet) -> None:
         loop.actor.freeze_reference(weights.__getitem__)
         [update] = step.updates
         with loop.actor.reference_weights():
-            for forgets in (False, True):
-                held, seen = [one for _, one in sorted(update.samples.items())], Mismatch()
-                samples = [replace(one, experts=None) if forgets else one for one in held]
+            for replays in (True, False):
+                samples, mismatch = [one for _, one in sorted(update.samples.items())], Mismatch()
+                samples = samples if replays else [replace(one, experts=None) for one in samples]
                 for one, values in zip(samples, loop.actor.logprobs(samples, update.plan.pack) or [], strict=True):
-                    seen.add(values, one.behaviour_logprobs, 1.0, 1.0)
-                kl.append(seen.metrics()["mismatch/kl"])
+                    mismatch.add(values, one.behaviour_logprobs, 1.0, 1.0)
+                kl.append(mismatch.metrics()["mismatch/kl"])
     sheet.note("replay", kl[1] / kl[0], note=f"{'a server' if served else 'embedded engine'}; {kl[0]:.3g} with replay")
 
 
@@ -151,7 +151,7 @@ def write_dense(directory: Path) -> None:
 
 
 def write_mixture(directory: Path) -> None:
-    """Eight experts in each of two layers, two of them for a token."""
+    """Eight experts in each of two layers, two of them active for a token."""
     tokenizer = make_tokenizer()
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -163,22 +163,22 @@ def write_mixture(directory: Path) -> None:
 
 
 def _served(sheet: Sheet, *arguments: str) -> dict[str, Any]:
-    """Settings of a run beside a launched server of the engine that the given Python can import."""
-    asked = "import importlib.util as u; print('vllm' if u.find_spec('vllm') else 'sglang')"
-    engine = subprocess.check_output([sheet.server_python, "-c", asked], text=True).strip()
-    given = [*(_SHARE[engine] if sheet.cuda else []), *arguments]
+    """Settings of a run that launches a server of the engine that --server-python can import."""
+    code = "import importlib.util as u; print('vllm' if u.find_spec('vllm') else 'sglang')"
+    engine = subprocess.check_output([sheet.server_python, "-c", code], text=True).strip()
+    engine_arguments = [*(_SHARE[engine] if sheet.cuda else []), *arguments]
     return {
         "rollout.engine": engine,
         "rollout.servers.launch": "local",
         "rollout.servers.python": sheet.server_python,
-        "rollout.servers.args": "[" + ", ".join(f"'{one}'" for one in given) + "]",
+        "rollout.servers.args": "[" + ", ".join(f"'{one}'" for one in engine_arguments) + "]",
         "rollout.sync.verify_every": 1,
     }
 
 
 def _task(sheet: Sheet, settings: dict[str, Any], write_model: Callable[[Path], None] = write_dense) -> list[str]:
-    """The quickstart's config on its task, which is made at first, with fewer prompts a step where there is no device.
-    Its paths are relative: below the directory of the step."""
+    """CONFIG and settings for the quickstart's task, which the first call makes, with fewer prompts a step without a
+    GPU. The config's paths are relative to the directory of the step."""
     task = sheet.directory / "runs" / "task_seed0"
     if not task.exists():
         write_task(task, Recipe(0, num_train=512, num_heldout=16, num_sft=4096))
@@ -206,7 +206,7 @@ def _check(run: subprocess.Popen[bytes]) -> None:
 
 
 def _record(sheet: Sheet) -> RunRecord:
-    """The run as far as it has got; without a step before it has begun."""
+    """The run so far; a record without steps if it has not begun."""
     path = sheet.directory / "runs" / "quickstart"
     with contextlib.suppress(UserError):
         return Follow(path).look()
@@ -222,5 +222,5 @@ def _note_run(sheet: Sheet) -> None:
 
 
 def _mismatch(run: RunRecord) -> float:
-    found = [one for one in run.columns.get("mismatch/logprob_abs_diff_mean", ()) if one is not None]
-    return max(found, default=math.nan)  # nothing was compared: it fails
+    values = [one for one in run.columns.get("mismatch/logprob_abs_diff_mean", ()) if one is not None]
+    return max(values, default=math.nan)  # a NaN fails: nothing was compared

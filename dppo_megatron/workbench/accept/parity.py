@@ -1,7 +1,7 @@
 """The actor of this machine against float32 on a CPU: the same weights and samples, log-probabilities and gradients.
 
-The references are stored: what is compared is this machine with the one that wrote them, so that a change of the CPU's
-numbers is seen as well. `tools/accept_references.py` makes them again (40 s of CPU).
+The references are stored, not computed here, so that a change of the CPU's numbers shows as well.
+`tools/accept_references.py` writes them again (40 s of CPU).
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ def against_references(sheet: Sheet, spec: LayerSpec, *dtypes: str) -> None:
 
 
 def families(sheet: Sheet) -> None:
-    """What families have beyond Qwen3, in Transformer Engine's layers; without CUDA in local ones and float32."""
-    how: tuple[torch.dtype, LayerSpec] = (torch.bfloat16, "te") if sheet.cuda else (torch.float32, "local")
+    """What families have beyond Qwen3, in Transformer Engine's layers; without CUDA in local layers and float32."""
+    dtype_and_spec: tuple[torch.dtype, LayerSpec] = (torch.bfloat16, "te") if sheet.cuda else (torch.float32, "local")
     failed = ""
     for model in FAMILIES:
         try:
-            _compare(sheet, model, model, LayoutConfig(), *how)
-        except Exception as error:  # of a kernel: the others are measured all the same
+            _compare(sheet, model, model, LayoutConfig(), *dtype_and_spec)
+        except Exception as error:  # whatever a kernel raises: the other models are still measured
             failed += f"{model}: {type(error).__name__}: {error}; "
     if failed:
         raise RuntimeError(failed)
@@ -93,30 +93,30 @@ def families(sheet: Sheet) -> None:
 
 def layouts(sheet: Sheet) -> None:
     """One layout after the other, each on two ranks."""
-    for name, (model, of) in _LAYOUTS.items():
+    for name, (model, sizes) in _LAYOUTS.items():
         # megatron-core's experts need Transformer Engine on CUDA, whose attention has no float32 packs
         half = model != "dense" and sheet.cuda
-        _compare(sheet, name, model, of, torch.bfloat16 if half else torch.float32, "te" if half else "local")
+        _compare(sheet, name, model, sizes, torch.bfloat16 if half else torch.float32, "te" if half else "local")
 
 
-def _compare(sheet: Sheet, case: str, model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> None:
-    found = measure(model, of, dtype, spec)
-    for name, value in differences(found, model).items() if found else ():  # on rank 0
+def _compare(sheet: Sheet, case: str, model: str, sizes: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> None:
+    arrays = measure(model, sizes, dtype, spec)
+    for name, value in differences(arrays, model).items() if arrays else ():  # on rank 0
         if f"{case}_{name}" in sheet.step.figures:
             sheet.note(f"{case}_{name}", value)
 
 
-def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
-    """Two looks at the policy and three updates between them. Collective; empty but on rank 0.
+def measure(model: str, sizes: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
+    """Log-probabilities before and after three updates. Collective; empty except on rank 0.
 
     The process group stays; Megatron's groups end here, so that a process can measure several times.
     """
     from megatron.core import parallel_state  # only after platform.prepare(), which other imports of ours have called
 
-    config = ActorConfig(layout=of, layer_spec=spec, lora=_LORA.get(model, LoraConfig()))
-    config.optimizer.learning_rate = 3e-3 if config.lora.rank else 1e-4  # B begins at 0
+    config = ActorConfig(layout=sizes, layer_spec=spec, lora=_LORA.get(model, LoraConfig()))
+    config.optimizer.learning_rate = 3e-3 if config.lora.rank else 1e-4  # an adapter's B begins at 0
     start_process_group(rendezvous_timeout_s=60.0)
-    architecture, layout = architecture_of(MODELS[model]).with_adapters(config.lora), build_layout(of, seed=0)
+    architecture, layout = architecture_of(MODELS[model]).with_adapters(config.lora), build_layout(sizes, seed=0)
     samples = random_samples(SampleLengths(12, 48, 0.9, 200), architecture.vocab_size, seed=1)
     weights = (LivelyWeights if model in FAMILIES else RandomWeights)(architecture)
     try:
@@ -131,15 +131,15 @@ def measure(model: str, of: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -
         parallel_state.destroy_model_parallel()
     if before is None or after is None:
         return {}
-    found = {"before": np.concatenate(before), "after": np.concatenate(after)}
-    found |= {name: np.array([step[name] for step in steps]) for name in ("loss", "grad_norm")}
-    return {name: values.astype(np.float32) for name, values in found.items()}
+    arrays = {"before": np.concatenate(before), "after": np.concatenate(after)}
+    arrays |= {name: np.array([step[name] for step in steps]) for name in ("loss", "grad_norm")}
+    return {name: values.astype(np.float32) for name, values in arrays.items()}
 
 
-def differences(found: Arrays, model: str) -> dict[str, float]:
-    """From the stored references: mean |difference| of log-probabilities before and after, and of the first grad_norm
-    relative to it: later ones drift apart (2.2 % at the third, bfloat16 on a CPU)."""
+def differences(arrays: Arrays, model: str) -> dict[str, float]:
+    """Against the stored references: mean |difference| of log-probabilities before and after, and the relative
+    difference of the first grad_norm; later ones drift apart (2.2 % at the third, bfloat16 on a CPU)."""
     stored = np.load(io.BytesIO((files("dppo_megatron.workbench.accept") / "assets" / "references.npz").read_bytes()))
-    reference = {name: stored[f"{model}/{name}"] for name in found}
-    far = {name: float(np.abs(found[name] - reference[name]).mean()) for name in ("before", "after")}
-    return far | {"grad_norm": float(abs(found["grad_norm"][0] / reference["grad_norm"][0] - 1))}
+    reference = {name: stored[f"{model}/{name}"] for name in arrays}
+    off = {name: float(np.abs(arrays[name] - reference[name]).mean()) for name in ("before", "after")}
+    return off | {"grad_norm": float(abs(arrays["grad_norm"][0] / reference["grad_norm"][0] - 1))}

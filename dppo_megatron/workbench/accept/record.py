@@ -1,7 +1,7 @@
 """What has been measured so far, on disk after every step, and the verdict on each figure.
 
-`accept.json` holds both, and a page shows them that needs no network and no script. Rows are computed from the record
-and the table in `bars.py` alone.
+`accept.json` holds both, and `accept.html` shows them without network or scripts. Rows are computed from the record and
+the table in `bars.py` alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHIP: dict[Verdict, str] = {"pass": "good", "fail": "bad", "shown": "", "not ru
 
 @dataclass
 class Ran:
-    """What is known of a step."""
+    """How a step ended, and its figures."""
 
     state: Literal["begun", "done", "failed", "not run"]
     """`begun`: it is running, or the whole command was killed while it was."""
@@ -63,17 +63,17 @@ class FigureRow:
 class Record:
     options: dict[str, str]
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the machine, as the step `environment` found them."""
+    """About the machine, from the step `environment`."""
     steps: dict[str, Ran] = field(default_factory=dict)
 
     def rows(self) -> list[FigureRow]:
         """Every figure of the table, in its order."""
         rows = []
         for step in STEPS:
-            ran = self.steps.get(step.name, Ran("not run", "not asked for"))
+            ran = self.steps.get(step.name, Ran("not run", "not requested"))
             for name, figure in step.figures.items():
-                found = ran.figures.get(name, {})
-                value, prediction, note = found.get("value"), found.get("prediction"), found.get("note", "")
+                noted = ran.figures.get(name, {})
+                value, prediction, note = noted.get("value"), noted.get("prediction"), noted.get("note", "")
                 verdict = _judged(figure, value, prediction)
                 if value is None:
                     verdict, note = self._missing(ran, name, note)
@@ -83,7 +83,7 @@ class Record:
 
     def _missing(self, ran: Ran, name: str, note: str) -> tuple[Verdict, str]:
         if note or ran.state in ("begun", "not run"):
-            return "not run", note or ran.why or "interrupted; the same command goes on here"
+            return "not run", note or ran.why or "interrupted; the same command continues here"
         if ran.state == "done" and name not in ran.figures and not self.facts.get("gpus"):
             return "not run", "no CUDA device"
         return "fail", ran.why or "the step ended without a number for it"
@@ -97,28 +97,28 @@ class Record:
 
 
 def read_record(directory: Path, options: dict[str, str]) -> Record:
-    """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is of another model."""
+    """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is for another model."""
     try:
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         record = Record(options, values["facts"], {name: Ran(**ran) for name, ran in values["steps"].items()})
-        given = values["options"]["model"]
+        model = values["options"]["model"]
     except FileNotFoundError:
         return Record(options)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--out {directory}: {FILE} cannot be read ({error}); name another directory") from None
-    if given != options["model"]:
-        raise UserError(f"--out {directory}: holds figures of --model {given or '(none)'}; name another directory")
+    if model != options["model"]:
+        raise UserError(f"--out {directory}: holds figures of --model {model or '(none)'}; name another directory")
     return record
 
 
 def read_figures(directory: Path) -> dict[str, dict[str, Any]]:
-    """What a step's process has written; a line that a kill has truncated is left out."""
-    path, found = directory / FIGURES, dict[str, dict[str, Any]]()
+    """The figures that a step's process has written, by name; a line that a kill has truncated is left out."""
+    path, figures = directory / FIGURES, dict[str, dict[str, Any]]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             values = json.loads(line)
-            found.setdefault(values.pop("figure"), {}).update(values)
-    return found
+            figures.setdefault(values.pop("figure"), {}).update(values)
+    return figures
 
 
 def _judged(figure: Figure, value: float | None, prediction: float | None) -> Verdict:
@@ -127,7 +127,7 @@ def _judged(figure: Figure, value: float | None, prediction: float | None) -> Ve
         return "shown"
     is_above = figure.least is None or value >= figure.least * scale
     is_below = figure.most is None or value <= figure.most * scale
-    return "pass" if is_above and is_below else "fail"  # a NaN is neither
+    return "pass" if is_above and is_below else "fail"  # a NaN fails
 
 
 def _bar(figure: Figure) -> str:
@@ -141,7 +141,7 @@ def write_page(path: Path, record: Record) -> None:
     rows = record.rows()
     counts = Counter(row.verdict for row in rows)
     chips = " ".join(_chip(verdict, f"{counts[verdict]} {verdict}") for verdict in _CHIP)
-    device = _text(record.facts.get("device", "not found out"))
+    device = _text(record.facts.get("device", "unknown device"))
     parts = [f'<section><h2>Accept: {device}</h2><p class="row">{chips}</p></section>']
     figures = [_line("th", ("what", "measured", "predicted", "bar", "verdict", "note", "why this bar"))]
     for step in STEPS:

@@ -1,9 +1,8 @@
-"""Runs each step in a separate process group with a time limit, and keeps the record; this file is also that process.
+"""Runs each step in its own process group with a time limit, and keeps the record; the child runs this file too.
 
-A step that hangs or crashes is a row. The process that starts it imports no torch and holds no memory of a device: it
-waits for the child and ends its whole group at its limit. Servers are in other groups and end with the child that
-started them. Figures are written line by line as they are found, so that a crash or a limit loses only what was not
-measured yet.
+A step that hangs or crashes becomes a row. The parent imports no torch and holds no GPU memory: it waits for the child
+and at the limit ends the child's whole group. Servers are in other groups and end with the child that started them.
+Figures are written line by line as they are measured, so that a crash or a limit loses only the later ones.
 """
 
 from __future__ import annotations
@@ -30,33 +29,33 @@ from dppo_megatron.workbench.accept.bars import STEPS, Step
 from dppo_megatron.workbench.accept.record import FIGURES, Ran, Record, read_figures
 
 HOURS = 0.5
-"""Of all limits together."""
+"""The sum of all steps' limits."""
 _GRACE_S = 15.0
-"""For a child that is asked to end: it stops its servers."""
+"""From SIGTERM to SIGKILL: time for a child to stop its servers."""
 TESTS, BENCHMARK = "tests/test_gpu.py", "benchmarks/gpu/train_step.py"
-"""What steps need of a checkout."""
+"""Files of a checkout that some steps need."""
 CHILD = "dppo_megatron.workbench.accept.runner"
 ENVIRONMENT = "environment"
-"""The step that finds the facts which the others depend on."""
+"""The step that records the facts which the other steps depend on."""
 
 
 def run_steps(
     record: Record, directory: Path, hours: float, *, only: Collection[str] = (), again: Collection[str] = ()
 ) -> None:
-    """Run what is missing, in order, as long as the time suffices; `record` is written after each step.
+    """Run the missing steps in order while there is time; `record` is written after each step.
 
     Args:
-        hours: of this call. More than 0.5 gives each step more in proportion; less begins fewer of them.
+        hours: time limit of this call. More than 0.5 scales each step's limit in proportion; less starts fewer steps.
         only: names of steps; empty: all.
-        again: names of steps to be run although they have been.
+        again: names of steps to repeat.
 
     Raises:
         UserError: `record` holds figures of another machine.
-        RunAborted: which machine this is was not found out.
+        RunAborted: the step `environment` failed, so that this cannot be checked.
     """
     deadline, scale = time.monotonic() + 3600 * hours, max(1.0, hours / HOURS)
     if record.facts:
-        _look_again(record, directory, scale)
+        _check_same_machine(record, directory, scale)
     for step in STEPS:
         ran = record.steps.get(step.name)
         is_wanted = not only or step.name in (ENVIRONMENT, *only)
@@ -73,24 +72,24 @@ def run_steps(
             record.write(directory)
 
 
-def _look_again(record: Record, directory: Path, scale: float) -> None:
-    """Find the facts of this machine, which are not the record's where a login node wrote that and this has GPUs."""
-    step, found = STEPS[0], Record(record.options)
+def _check_same_machine(record: Record, directory: Path, scale: float) -> None:
+    """Run `environment` again and compare its facts: a login node without GPUs may have written the record."""
+    step, here = STEPS[0], Record(record.options)
     with progress(f"{step.name}: whether this is the same machine"):
-        ran = _run(step, directory / "steps" / step.name, step.limit_s * scale, found)
-    if not found.facts:
-        raise RunAborted(f"--out {directory}: whether it is of this machine was not found out: {ran.why}")
-    theirs, ours = (f"{facts['device']} (GPUs: {facts['gpus']})" for facts in (record.facts, found.facts))
+        ran = _run(step, directory / "steps" / step.name, step.limit_s * scale, here)
+    if not here.facts:
+        raise RunAborted(f"--out {directory}: cannot tell whether its figures are of this machine: {ran.why}")
+    theirs, ours = (f"{facts['device']} (GPUs: {facts['gpus']})" for facts in (record.facts, here.facts))
     if theirs != ours:
         raise UserError(f"--out {directory}: holds figures of {theirs}, and this is {ours}; name another directory")
-    record.facts, record.steps[step.name] = found.facts, ran
+    record.facts, record.steps[step.name] = here.facts, ran
 
 
 def lacking(step: Step, record: Record) -> str:
     """Why a step cannot run here; empty if it can."""
     facts = record.facts
     if not facts:
-        return "" if step.name == ENVIRONMENT else "the environment was not found out"
+        return "" if step.name == ENVIRONMENT else f"the step {ENVIRONMENT} has no result"
     gpus, has_pytest = facts["gpus"], importlib.util.find_spec("pytest")
     reasons = {
         "cuda": "" if gpus else "no CUDA device",
@@ -98,8 +97,8 @@ def lacking(step: Step, record: Record) -> str:
         "te_on_cuda": facts["lacks_transformer_engine"] if gpus else "",
         "two_gpus": "" if gpus > 1 else "one GPU" if gpus else "no CUDA device",
         "no_single_gpu": "one GPU" if gpus == 1 else "",
-        "tests": "" if repository(TESTS) and has_pytest else "the repository's tests, or pytest, are not here",
-        "benchmark": "" if repository(BENCHMARK) else "not in a checkout, whose benchmarks measure it",
+        "tests": "" if repository(TESTS) and has_pytest else "needs the repository's tests, and pytest",
+        "benchmark": "" if repository(BENCHMARK) else "needs a checkout, whose benchmarks measure it",
         "server": "" if record.options["server_python"] else "no engine: --server-python names a Python that has one",
     }
     return next(filter(None, (reasons[need] for need in step.needs)), "")
@@ -115,7 +114,7 @@ def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
     remove_tree(own)
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
-    # of the allocator's variables only what the step itself sets; torchrun's processes do not inherit -P
+    # the allocator's variables only as the step sets them; PYTHONSAFEPATH, as torchrun's processes do not inherit -P
     inherited = {name: value for name, value in package_environment().items() if not name.endswith("_ALLOC_CONF")}
     environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     command = python_command(CHILD, step.name, str(own), options, ranks=step.ranks)
@@ -128,18 +127,18 @@ def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
             if code := child.wait(limit_s):
                 why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         except subprocess.TimeoutExpired:
-            why = f"no end within {limit_s:.0f} s"
+            why = f"not finished within {limit_s:.0f} s"
         finally:
             _end(child)
-    seconds, found = time.monotonic() - started, read_figures(own)
-    record.facts |= found.pop("facts", {})
-    if why and (said := _last_words(own / "log")):
-        why += f": {said}"
-    return Ran("failed" if why else "done", why, seconds, found)
+    seconds, figures = time.monotonic() - started, read_figures(own)
+    record.facts |= figures.pop("facts", {})
+    if why and (line := _error_line(own / "log")):
+        why += f": {line}"
+    return Ran("failed" if why else "done", why, seconds, figures)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """The child and all of its group, also what a child that has ended left behind."""
+    """End the child and its whole group, including what a child that has exited left behind."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, kind)
@@ -147,8 +146,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait(_GRACE_S)
 
 
-def _last_words(log: Path) -> str:
-    """The last line that speaks of an error, or the last one."""
+def _error_line(log: Path) -> str:
+    """The last line that names an error, else the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     # torchrun only reports that a rank failed
     errors = [line for line in lines if "Error" in line and "torch.distributed.elastic" not in line]
@@ -157,25 +156,26 @@ def _last_words(log: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Where a step notes what it finds."""
+    """Where a step writes its figures."""
 
     step: Step
     directory: Path
-    """Of this step; what is put here stays."""
+    """The step's own, which is kept."""
     cuda: bool
-    """Else everything is done tiny, to show that it runs."""
+    """Whether there is a GPU; otherwise every step is tiny and shows only that it runs."""
     model: str
-    """The user's, or empty."""
+    """Directory of the user's model, or empty."""
     server_python: str
 
     def note(self, figure: str, value: float | None, prediction: float | None = None, note: str = "") -> None:
         """A figure of `bars.py`; without a value the note is the reason."""
         assert figure in self.step.figures, (self.step.name, figure)  # without a row it would be lost
-        note = note if value is None or finite(float(value)) is not None else ""  # a NaN becomes null, and has failed
+        # a NaN becomes null, which fails unless it has a note
+        note = note if value is None or finite(float(value)) is not None else ""
         self._write(figure, value=None if value is None else float(value), prediction=prediction, note=note)
 
     def facts(self, **facts: Any) -> None:
-        """What other steps and the page are to know of the machine."""
+        """Facts of the machine for other steps and the page."""
         self._write("facts", **facts)
 
     def _write(self, figure: str, **values: Any) -> None:
@@ -184,12 +184,12 @@ class Sheet:
 
 
 def measure(sheet: Sheet) -> None:
-    """Only the step's module is imported: what one step lacks must not end the others."""
-    module, function = sheet.step.by.split(".")
-    getattr(importlib.import_module(f"dppo_megatron.workbench.accept.{module}"), function)(sheet, *sheet.step.given)
+    """Run the step. Only its own module is imported: a package that it lacks must not stop the other steps."""
+    module, function = sheet.step.function.split(".")
+    getattr(importlib.import_module(f"dppo_megatron.workbench.accept.{module}"), function)(sheet, *sheet.step.arguments)
 
 
 if __name__ == "__main__":
-    die_with_parent()  # a killed command leaves no measurement behind
+    die_with_parent()  # no measurement may outlive a killed command
     [name, own, options] = sys.argv[1:]
     measure(Sheet(next(step for step in STEPS if step.name == name), Path(own), **json.loads(options)))

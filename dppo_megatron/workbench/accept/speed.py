@@ -21,7 +21,7 @@ from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 from dppo_megatron.workbench.planning.timing import speeds_for
 
 _CAP = 8192
-"""Tokens of a pack of 4B: with 16,384 activations of 80 GB and 72 of model and optimizer exceed an H200."""
+"""Tokens of a pack for 4B: at 16,384, 80 GB of activations and 72 of model and optimizer exceed an H200."""
 
 
 def utilization(sheet: Sheet, spec: LayerSpec) -> None:
@@ -43,7 +43,7 @@ def lengths(sheet: Sheet) -> None:
 
 
 def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str, smaller: str = "") -> float:
-    """Returns what `plan` expects; of a `smaller` model the value is not judged."""
+    """Note the MFU, unjudged if the model is `smaller` (the reason); returns the MFU that `plan` expects."""
     expected, mfu = speeds_for(architecture_of(shape_named(model))).mfu, row["mfu_of_bf16_peak"]
     rate = row["useful_tflops_per_s"]
     if mfu and smaller:
@@ -56,7 +56,7 @@ def _note_mfu(sheet: Sheet, figure: str, row: dict[str, Any], model: str, smalle
 def model_that_fits(
     sheet: Sheet, fp8: Literal["off", "tensorwise"] = "off", spec: Literal["auto"] | LayerSpec = "auto"
 ) -> tuple[str, str]:
-    """4B or the user's model, or a smaller one that the card holds by `plan`, and why: bars of speed are 4B's."""
+    """4B or the user's model; or a smaller one that fits by `plan`, and why: it is not judged, as bars are 4B's."""
     card, wanted = card_bytes(sheet), sheet.model or "4b"
     need = {model: _planned(sheet, model, fp8, spec).largest.total for model in (wanted, "1.7b", "0.6b")}
     model = next((model for model, total in need.items() if total < 0.95 * card), "0.6b")
@@ -65,7 +65,7 @@ def model_that_fits(
 
 
 def card_bytes(sheet: Sheet) -> float:
-    """Without CUDA an H200's, so that a CPU tries what that runs. No context is made, which the peaks would count."""
+    """Without CUDA an H200's, so that a CPU tries the same models. Creates no context: it would count in the peaks."""
     return float(torch.cuda.get_device_properties(0).total_memory) if sheet.cuda else CHIPS["h200"].memory_bytes
 
 
@@ -75,7 +75,7 @@ def _planned(
     fp8: Literal["off", "tensorwise"] = "off",
     spec: Literal["auto"] | LayerSpec = "auto",
 ) -> MemoryPlan:
-    """With the layers that the actor takes here; without CUDA with an H200's."""
+    """With the layers that the actor uses here; without CUDA, those that it uses on an H200."""
     config, architecture = Config(), architecture_of(shape_named(model))
     config.actor.layer_spec = spec
     if sheet.cuda:
@@ -88,7 +88,7 @@ def _planned(
 
 
 def packed(sheet: Sheet) -> None:
-    """One actor, three plans of the same samples; without CUDA a tiny one, which is not judged."""
+    """One actor, three plans of the same samples; without CUDA a tiny model, which is not judged."""
     rows = _rows(sheet, "packed-vs-padded", "0.6b", samples=48)
     for other in ("padded", "sorted"):
         ratio = rows["packed"]["tokens_in_slots"] / rows[other]["tokens_in_slots"]
@@ -98,7 +98,7 @@ def packed(sheet: Sheet) -> None:
 
 
 def memory(sheet: Sheet) -> None:
-    """The peak of each phase, of the whole device: what torch has reserved, and its context."""
+    """Peak memory of each phase on the whole device: what torch has reserved, and its context."""
     sizes = {"sequence-tokens": 1024, "microbatches": 2, "max-tokens-per-microbatch": _CAP}
     model, smaller = model_that_fits(sheet)
     rows = _rows(sheet, "memory", model, **sizes)
@@ -131,18 +131,18 @@ def fp8(sheet: Sheet) -> None:
 
 
 def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, dict[str, Any]]:
-    """Rows of the benchmark by what they are of. Without CUDA it runs tiny."""
-    found, benchmarks = sheet.directory / "rows.json", repository(BENCHMARK)
+    """Run the benchmark; its rows by `what`. Without CUDA it runs a tiny model."""
+    results, benchmarks = sheet.directory / "rows.json", repository(BENCHMARK)
     assert benchmarks is not None
-    given = {"shapes": model, "warmup-steps": 2, "timed-steps": 3} | options
-    arguments = [command, "--json", str(found)]
+    options = {"shapes": model, "warmup-steps": 2, "timed-steps": 3} | options
+    arguments = [command, "--json", str(results)]
     if not sheet.cuda:
-        arguments, given["layer-spec"] = [*arguments, "--smoke"], "auto"
-    for name, value in given.items():
+        arguments, options["layer-spec"] = [*arguments, "--smoke"], "auto"
+    for name, value in options.items():
         arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # it has siblings
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # it imports siblings
     subprocess.run([sys.executable, str(benchmarks), *arguments], env=environment, check=True)
-    [entry] = json.loads(found.read_text(encoding="utf-8"))["shapes"].values()
+    [entry] = json.loads(results.read_text(encoding="utf-8"))["shapes"].values()
     rows = {row["what"]: row for row in entry["rows"]}
     if failed := [row["failed"] for row in rows.values() if "failed" in row]:
         raise RuntimeError(failed[0])

@@ -1,7 +1,7 @@
 """What measurements of the training step share, those of `benchmarks/` too: shapes, and random weights by name.
 
-A shape is a Hugging Face config.json, read by the same code that reads a user's checkpoint, so that a measurement does
-not know the fields of `Architecture`. Weights are random: no checkpoint and no network is needed.
+A shape is a Hugging Face config.json, read by the same code that reads a user's checkpoint, so that measurements do not
+depend on the fields of `Architecture`. Weights are random: no checkpoint and no network is needed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.workbench.planning.site import CHIPS
 
 Shape = dict[str, Any]
-"""The values of a config.json; without `architectures` of a Qwen3, or of its mixture if it names experts."""
+"""The values of a config.json; without `architectures`, of a Qwen3, or of a Qwen3 mixture if it has `num_experts`."""
 
 
 def shape_named(name: str) -> Shape:
-    """One of `SHAPES`, or the config.json in a directory of this name."""
+    """The entry of `SHAPES`, else the config.json in the directory `name`."""
     if name in SHAPES:
         return SHAPES[name]
     return dict(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")))
 
 
 def _tiny(hidden: int, ffn: int, layers: int, vocabulary: int, **other: Any) -> Shape:
-    """4 heads in 2 groups."""
+    """A shape with 4 heads and 2 key-value heads."""
     sizes: Shape = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
     sizes |= {
         "intermediate_size": ffn,
@@ -101,7 +101,7 @@ class RandomWeights:
 
 
 class LivelyWeights(RandomWeights):
-    """Mistakes show: embeddings and what layers add are of one size, attention chooses, no norm or bias is neutral."""
+    """Mistakes show: embeddings and layers' outputs are of one size, attention chooses, no norm or bias is neutral."""
 
     def __call__(self, name: str) -> Tensor:
         shape = self._shapes[name]

@@ -16,10 +16,10 @@ from dppo_megatron.workbench.accept.bars import STEPS
 from dppo_megatron.workbench.commands.parser import check_number
 
 DESCRIPTION = """\
-Measure what only a device can show, each figure beside its prediction and a verdict: IPC, parity with stored
-references, servers that sleep and follow their weights, FLOPs, FP8, memory against `plan`, a job that is killed and
+Measure what only a GPU can show, each figure beside its prediction and with a verdict: CUDA IPC, parity with stored
+references, rollout servers that sleep and take new weights, FLOPs, FP8, memory against `plan`, a job that is killed and
 resumed, and on several GPUs layouts and NCCL. Writes DIR/accept.html and DIR/accept.json after every step; the same
-command goes on where it was stopped. Without a GPU each row says why it was not run. Exit code 3 if a figure fails:
+command continues where it was stopped. Without a GPU each row says why it was not run. Exit code 3 if a figure fails:
 
   dppo-megatron accept
   dppo-megatron accept --hours 0.15 --server-python /envs/vllm/bin/python
@@ -29,7 +29,7 @@ command goes on where it was stopped. Without a GPU each row says why it was not
 
 def add_options(command: argparse.ArgumentParser) -> None:
     names = [step.name for step in STEPS]
-    command.add_argument("--hours", type=float, default=0.5, metavar="H", help="of this call (default: 0.5)")
+    command.add_argument("--hours", type=float, default=0.5, metavar="H", help="time limit (default: 0.5)")
     command.add_argument("--out", type=Path, default=Path("runs/accept"), metavar="DIR", help="default: runs/accept")
     command.add_argument("--model", default="", metavar="PATH", help="Hugging Face directory in place of random shapes")
     command.add_argument(
@@ -39,7 +39,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="Python that has vLLM or SGLang (default: DPPO_VLLM_PYTHON, else DPPO_SGLANG_PYTHON)",
     )
     command.add_argument("--only", nargs="+", choices=names, default=[], metavar="STEP", help=", ".join(names))
-    command.add_argument("--again", nargs="+", choices=names, default=[], metavar="STEP", help="although it has run")
+    command.add_argument("--again", nargs="+", choices=names, default=[], metavar="STEP", help="steps to repeat")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     record = read_record(out, {"model": arguments.model, "server_python": arguments.server_python})
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the step's process is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a scheduler's time limit: ends the step's process too
     run_steps(record, out, arguments.hours, only=arguments.only, again=arguments.again)
     rows, page = record.rows(), out / PAGE
     for row in rows:

@@ -3,18 +3,18 @@ final accuracy (docs/pruning.md):
 
   dppo-megatron compare configs/quickstart.yaml --methods grpo@16,grpo,grpo@64,grpo_nonzero,dppo --seeds 5
 
-METHOD@N is a method with N prompts a step, and as many more or fewer steps. The baseline is the best of the GRPOs that
-are listed. grpo_nonzero is GRPO that leaves out completions without gradient; module:Class is a policy of your own. One
-run after another on this machine, from the same start; those that had finished in --out are kept. Writes results.json
-and report.html.
+METHOD@N is a method with N prompts a step, and in proportion fewer or more steps. The baseline is the best of the GRPO
+variants listed. grpo_nonzero is GRPO that leaves out completions without gradient; module:Class is a policy of your
+own. The runs train one after another on this machine, from the same start; runs that are finished in --out are kept.
+Writes results.json and report.html.
 
 --sweep tunes each method first, over prompts a step, learning rate and schedule (by default around the config's own);
---sweep KEY=A,B gives the values of one of them, or of a further setting:
+--sweep KEY=A,B gives the values of one of them, or of another setting:
 
   dppo-megatron compare configs/quickstart.yaml --seeds 4 --sweep actor.optimizer.learning_rate=5e-4,7e-4,1e-3
 
-All candidates run on one seed, the better half on a second, its better half on two more. The table is then of the best
-of each, and sweep.json has every rung. They were chosen on these seeds, which flatters them; on others:
+All candidates run on one seed, the better half on a second, its better half on two more. The table then compares the
+best of each method; sweep.json has every rung. Their scores on these seeds flatter them, so judge them on others:
 
   dppo-megatron compare configs/quickstart.yaml seed=100 --seeds 10 --tuned compare/sweep.json --out judged
 """
@@ -41,9 +41,9 @@ _SWEPT = "grpo,grpo_nonzero,dppo"
 
 def add_options(command: argparse.ArgumentParser) -> None:
     add_config(command)
-    methods = f"of {', '.join(METHODS)}; default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
+    methods = f"from {', '.join(METHODS)}; default: {_METHODS}; with --sweep: {_SWEPT}, without @N"
     command.add_argument("--methods", metavar="A,B@N,...", help=methods)
-    command.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds from the config's on (default: 1)")
+    command.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds from the config's on (default: 1)")
     factor = "methods other than GRPO run F times the steps, because pruned steps are cheaper (default: 1)"
     command.add_argument("--steps-factor", type=float, default=1.0, metavar="F", help=factor)
     sweep = "tune each method first, as above"
@@ -76,16 +76,16 @@ def execute(arguments: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
 
     shared = trained.shared_task(config)
-    each = f"All seeds share one task: {shared}." if shared else "Each seed has a task, a model and a held-out set."
+    each = f"All seeds share one task: {shared}." if shared else "Each seed has its own task, model and held-out set."
     notes = [each] if arguments.seeds > 1 else ["One seed: no interval over seeds."]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others: the run in progress is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a scheduler's time limit: ends the run in progress too
     run = partial(trained.run_all, config, arguments.config, arguments.overrides, out=out, launch=trained.in_a_process)
     with logged(partial(show, file=sys.stderr)):
         if swept:
             rungs = []
-            for rows, of_those_left in sweep.halve(arms, arguments.seeds, run):
+            for rows, remaining_runs in sweep.halve(arms, arguments.seeds, run):
                 rungs.append(rows)
-                runs = of_those_left
+                runs = remaining_runs
                 table.write_results(out / "sweep.json", table.about() | sweep.sweep_results(rungs, grid, config))
                 show(*sweep.rung_table(rows), "")
             arms = [row.arm for row in rungs[-1] if row.goes_on]

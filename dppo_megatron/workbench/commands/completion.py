@@ -1,4 +1,4 @@
-"""Print a script that completes commands, options, files and settings in your shell. Once, at its start:
+"""Print a script that completes commands, options, files and settings in your shell. Add to the shell's startup file:
 
   eval "$(dppo-megatron completion bash)"          # ~/.bashrc
   eval "$(dppo-megatron completion zsh)"           # ~/.zshrc
@@ -17,7 +17,7 @@ from dppo_megatron.config.reference import all_keys, all_settings
 from dppo_megatron.pruning.policies import COMPLETION_POLICIES, PROMPT_POLICIES
 
 _COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"
-"""A .zshrc without it has no `compdef`, and the script would fail at every start of the shell."""
+"""A .zshrc that does not run compinit has no `compdef`, and the script would fail at every start of the shell."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell that asks, and exit."""
+    """Print the completions that the shell asks for, and exit."""
     import argcomplete
 
     for action in _actions(parser):
@@ -58,8 +58,8 @@ def settings(prefix: str) -> Iterator[str]:
 
     Example: `model.d` -> `model.dtype=`; `model.dtype=b` -> `model.dtype=bfloat16`.
     """
-    key, given, value = prefix.partition("=")
-    if given:
+    key, equals, value = prefix.partition("=")
+    if equals:
         yield from (f"{key}={one}" for one in _choices(key) if one.startswith(value))
         return
     sections = {one.key for one in all_settings() if one.is_section}

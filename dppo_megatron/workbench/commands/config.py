@@ -37,7 +37,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _described(setting: Setting, width: int) -> Iterator[str]:
-    """What there is to say about a setting, as lines of at most `width` characters where words allow it."""
+    """The description of a setting, in lines of at most `width` characters unless one word is longer."""
     facts = [setting.kind] if setting.is_section else [setting.kind, f"default {setting.default}", setting.allowed]
     yield f"{setting.key}  ({', '.join(fact for fact in facts if fact)})"
     meaning = setting.meaning + (f" ({setting.why})" if setting.why else "")

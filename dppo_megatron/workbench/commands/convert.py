@@ -25,18 +25,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
     to_megatron.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         to_megatron.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"check {what}-parallel size N")
-    to_hf = directions.add_parser("to-hf", help="from a distributed checkpoint or a run's", allow_abbrev=False)
+    to_hf = directions.add_parser("to-hf", help="from a distributed or a run's checkpoint", allow_abbrev=False)
     to_hf.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     to_hf.add_argument("--hf", type=Path, metavar="DIR", help="config.json and tokenizer, if the checkpoint has none")
     to_hf.add_argument("--dtype", default="", metavar="T", help="fp32, bf16 or fp16 (default: as stored)")
     to_hf.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="size of a file (default: 5)")
-    ignored = "keys of config.json that change nothing computed"
+    ignored = "keys of config.json that do not change what the model computes"
     for direction in (to_megatron, to_hf):
         direction.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; must not exist")
         direction.add_argument("--ignore-config-keys", default="", metavar="A,B", help=ignored)
         direction.add_argument("--provider", default="", metavar="P", help="as model.provider: mbridge or module:Class")
         direction.add_argument("--verify", action="store_true", help="read back, compare every tensor byte for byte")
-        direction.set_defaults(run=execute)  # the parser that parses is this one (`cli.parse`)
+        direction.set_defaults(run=execute)  # `cli.parse` parses with this subparser, not with `command`
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -51,15 +51,15 @@ def execute(arguments: argparse.Namespace) -> int:
     with loading("libraries"):
         from dppo_megatron.convert import hf_to_megatron, megatron_to_hf
     names = [name for name in arguments.ignore_config_keys.split(",") if name]
-    out, how = arguments.out, {"ignored": names, "provider": arguments.provider, "verify": arguments.verify}
+    out, options = arguments.out, {"ignored": names, "provider": arguments.provider, "verify": arguments.verify}
     try:
         if arguments.direction == "to-megatron":
-            lines = hf_to_megatron(arguments.hf, out, arguments.tp, arguments.pp, arguments.ep, **how)
+            lines = hf_to_megatron(arguments.hf, out, arguments.tp, arguments.pp, arguments.ep, **options)
         else:
-            how |= {name: getattr(arguments, name) for name in ("hf", "dtype", "shard_gb")}
-            lines = megatron_to_hf(arguments.checkpoint, out, **how)
-    except UserError as error:  # messages name the setting; here it is an option
-        said = str(error).replace("model.hf_path = ", "--hf ").replace("model.provider = ", "--provider ")
-        raise UserError(said.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
+            options |= {name: getattr(arguments, name) for name in ("hf", "dtype", "shard_gb")}
+            lines = megatron_to_hf(arguments.checkpoint, out, **options)
+    except UserError as error:  # the message names a config key where this command has an option
+        message = str(error).replace("model.hf_path = ", "--hf ").replace("model.provider = ", "--provider ")
+        raise UserError(message.replace("model.ignore_config_keys", "--ignore-config-keys")) from None
     show(*lines)
     return 0

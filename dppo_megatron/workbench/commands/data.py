@@ -17,7 +17,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("name", metavar="NAME", help=f"one of {', '.join(KNOWN_SETS)}")
     command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write")
     command.add_argument("--from", dest="origin", metavar="DIR", help="a local copy of the set's repository on the hub")
-    command.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    command.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.workbench.doctor.machine import CheckRow
 
 DESCRIPTION = """\
-Say what is installed and what this machine can do, with exit code 2 if no job can train on its GPUs; under torchrun or
-srun, or with CONFIG, whether the job's machines and the links between them are fit: exit code 2 if a fault would stop
-the job. With --fp8-gate, run CONFIG's model at CONFIG's layout and compare packed with unpacked log-probabilities and
-gradients, and FP8 with bfloat16; exit code 3 if a bound is broken:
+Report what is installed and what this machine can do; exit code 2 if no job can train on its GPUs. Under torchrun or
+srun, or with CONFIG, check the job's machines and the links between them; exit code 2 if a fault would stop the job.
+With --fp8-gate, run CONFIG's model at CONFIG's layout and compare packed with unpacked log-probabilities and gradients,
+and FP8 with bfloat16; exit code 3 if a bound is broken:
 
   dppo-megatron doctor
   torchrun --nproc-per-node 8 -m dppo_megatron doctor CONFIG actor.layout.tensor_parallel=2
@@ -50,9 +50,9 @@ gradients, and FP8 with bfloat16; exit code 3 if a bound is broken:
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--fp8-gate", metavar="CONFIG", type=config_file, help="YAML file of the job to check")
-    command.add_argument("--limit-s", type=float, default=50.0, help="the job's check ends after this long (50)")
-    command.add_argument("--json", metavar="FILE", help="where rank 0 writes the job's check too")
-    add_settings(command, "CONFIG of a job, and settings that replace the file's")
+    command.add_argument("--limit-s", type=float, default=50.0, help="time limit of the job's check (default: 50)")
+    command.add_argument("--json", metavar="FILE", help="rank 0 also writes the job's check here")
+    add_settings(command, "CONFIG of a job, then settings that replace the file's")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -73,9 +73,9 @@ def execute(arguments: argparse.Namespace) -> int:
     from dppo_megatron.workbench.doctor.machine import faults, report
 
     with progress("looking at this machine"):
-        found, wrong = report(), faults()
-    show(*(f"{what:<20}{finding}" for what, finding in found + [("fault", said) for said in wrong]))
-    return 2 if wrong else 0
+        facts, problems = report(), faults()
+    show(*(f"{label:<20}{text}" for label, text in facts + [("fault", problem) for problem in problems]))
+    return 2 if problems else 0
 
 
 def _cluster(arguments: argparse.Namespace, config_path: str, settings: list[str]) -> int:
@@ -115,7 +115,7 @@ def _gate(arguments: argparse.Namespace) -> int:
         from dppo_megatron.weights.provider import model_architecture
         from dppo_megatron.weights.torch_dist import open_checkpoint
     check_gpus()
-    # the model and no data: nothing is generated or graded
+    # the data are not loaded: nothing is generated or graded
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
     check_settings(config, architecture, launched_world_size(), this_machine())
     with progress(f"opening {config.model.hf_path}"):

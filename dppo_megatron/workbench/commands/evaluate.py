@@ -9,7 +9,7 @@ A config file in place of MODEL evaluates its model on its sets:
 
   dppo-megatron eval configs/quickstart.yaml model.hf_path=runs/quickstart/hf
 
-Beside a run, each checkpoint as it is saved, until the run ends:
+Evaluate each checkpoint of a run as it is saved, until the run ends:
 
   dppo-megatron eval --follow runs/x
 
@@ -18,7 +18,7 @@ Writes results.json and samples.jsonl. Grade those samples again, or compare two
   dppo-megatron eval --rescore eval/Qwen3-4B reward.function=my_module:grade
   dppo-megatron eval --compare eval/before eval/after
 
-Killed, it goes on when it is called again, and --rescore shows the scores so far. In the files of other harnesses:
+A killed evaluation continues when it is called again; --rescore shows the scores so far. In another harness's format:
 
   dppo-megatron eval --export lm-eval eval/Qwen3-4B --out exported/
 """
@@ -40,7 +40,7 @@ from dppo_megatron.workbench.commands.terminal import loading
 
 _TO_BEGIN_S = 120.0
 """How long `--follow` waits for a run that is started beside it, whose libraries and model load first."""
-_OTHER_USES = {  # in place of a MODEL: what is read, and what nothing else may be given of
+_OTHER_USES = {  # options that take MODEL's place: what each reads, and the arguments that it excludes
     "compare": ("reads two evaluations and nothing else", "models settings sets"),
     "export": ("reads one evaluation and nothing else", "models settings sets"),
     "rescore": ("reads the samples of an evaluation and nothing else", "models sets"),
@@ -50,7 +50,7 @@ _OTHER_USES = {  # in place of a MODEL: what is read, and what nothing else may 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", help="model, run, checkpoint, or YAML file")
-    add_settings(command, "settings, as rollout.engine=vllm")
+    add_settings(command, "settings, such as rollout.engine=vllm")
     sets = "presets (six) or sets of them (aime24,amc23), name=path, or a YAML file with sets; default: the run's"
     command.add_argument("--sets", metavar="SET", nargs="+", action="extend", default=[], help=sets)
     command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of this step, not its last model")
@@ -82,7 +82,7 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def execute(arguments: argparse.Namespace) -> int:
     """Evaluate, compare or rescore; prints the results and returns the exit code."""
     sets, among_sets = split_settings(arguments.sets)
-    # the first word is a setting, not the model
+    # argparse takes the first word for MODEL, but it may be a setting
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     models = [config_file(model) if model.endswith((".yaml", ".yml")) else model for model in models]
     settings += among_sets
@@ -105,27 +105,27 @@ def execute(arguments: argparse.Namespace) -> int:
         lines = _follow(arguments, settings, sets)
     else:
         if len(models) != 1:
-            found = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
-            raise UserError(f"give a model, a run directory or a config file to evaluate{found}")
+            hint = f", not {len(models)}: {', '.join(models)}" if models else " (or --compare, --rescore)"
+            raise UserError(f"give a model, a run directory or a config file to evaluate{hint}")
         with loading("libraries"):
             from dppo_megatron.evaluation.arguments import EvalArguments
             from dppo_megatron.evaluation.standalone import evaluate_model
-        more = {name: getattr(arguments, name) for name in ("step", "data", "out", "limit")}
-        lines = evaluate_model(EvalArguments(models[0], settings, sets, **more))
+        options = {name: getattr(arguments, name) for name in ("step", "data", "out", "limit")}
+        lines = evaluate_model(EvalArguments(models[0], settings, sets, **options))
     show(*lines)
     return 0
 
 
 def _other_use(arguments: argparse.Namespace, words: dict[str, list[str]]) -> str:
-    """Which option takes the place of MODEL; empty for none. Raises UserError for what it does not read."""
+    """The option that takes MODEL's place; empty for none. Raises UserError for arguments that it excludes."""
     uses = [name for name in _OTHER_USES if getattr(arguments, name)]
     if len(uses) > 1:
         raise UserError("--compare, --rescore, --export and --follow: give one of them")
     for use in uses:
-        reads, unread = _OTHER_USES[use]
+        reads, excluded_kinds = _OTHER_USES[use]
         given = words | {"step": ["--step"] * (arguments.step is not None)}
-        if found := [word for kind in unread.split() for word in given[kind]]:
-            raise UserError(f"--{use} {reads}; leave out {found[0]}")
+        if excluded := [word for kind in excluded_kinds.split() for word in given[kind]]:
+            raise UserError(f"--{use} {reads}; leave out {excluded[0]}")
     return "".join(uses)
 
 
@@ -139,12 +139,12 @@ def _follow(arguments: argparse.Namespace, settings: Sequence[str], sets: Sequen
         while not (run / "config.yaml").is_file():
             is_empty = run.parent.is_dir() and not (run.exists() and any(run.iterdir()))
             if run_status(run) != "running" and (time.monotonic() > deadline or not is_empty):
-                begun = f"that has begun, or will in {_TO_BEGIN_S:.0f} s"
-                raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of a run {begun}")
+                wanted = f"a run that has begun, or begins within {_TO_BEGIN_S:.0f} s"
+                raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of {wanted}")
             time.sleep(0.5)
     with loading("libraries"):
         from dppo_megatron.evaluation.arguments import EvalArguments
         from dppo_megatron.evaluation.follow import follow
-    more = {name: getattr(arguments, name) for name in ("data", "out", "limit")}
-    given = EvalArguments(str(run), settings, sets, follow=True, **more)
-    return follow(given, read_identity(run), lambda: run_status(run))
+    options = {name: getattr(arguments, name) for name in ("data", "out", "limit")}
+    evaluation = EvalArguments(str(run), settings, sets, follow=True, **options)
+    return follow(evaluation, read_identity(run), lambda: run_status(run))

@@ -1,5 +1,5 @@
-"""Copy the shipped configs and examples to DIR/configs/ and DIR/examples/; a config there goes before the shipped one
-of its name, and code is found from DIR as `examples.custom_grader:last_number`:
+"""Copy the shipped configs and examples to DIR/configs/ and DIR/examples/. In DIR, a config there takes precedence over
+the shipped one of the same name, and code there is named as `examples.custom_grader:last_number`:
 
 dppo-megatron init mine && cd mine
 dppo-megatron plan configs/h100/qwen3_8b_8gpus_dppo.yaml
@@ -19,7 +19,7 @@ from dppo_megatron.types import UserError
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "dir", metavar="DIR", type=Path, help="where to write; what is there of the two is left as it is"
+        "dir", metavar="DIR", type=Path, help="where to write; a configs/ or examples/ there is left as it is"
     )
 
 

@@ -16,7 +16,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.terminal import loading, say
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the module imports torch
     from dppo_megatron.platform.capabilities import Machine
 
 _SETTINGS = "settings that replace the file's"
@@ -24,8 +24,8 @@ _SETTINGS = "settings that replace the file's"
 
 def add_config(command: argparse.ArgumentParser, config: str = "YAML file", settings: str = _SETTINGS) -> None:
     """Add CONFIG and the settings after it, each with its help."""
-    named = f"{config}, or the name of a shipped one: quickstart, h100/qwen3_8b_8gpus_dppo"
-    command.add_argument("config", metavar="CONFIG", type=config_file, help=named)
+    text = f"{config}, or the name of a shipped one: quickstart, h100/qwen3_8b_8gpus_dppo"
+    command.add_argument("config", metavar="CONFIG", type=config_file, help=text)
     add_settings(command, settings)
 
 
@@ -34,19 +34,19 @@ def add_settings(command: argparse.ArgumentParser, settings: str = _SETTINGS) ->
     command.add_argument("overrides", metavar="key=value", nargs="*", help=settings)
 
 
-def config_file(given: str) -> str:
+def config_file(name: str) -> str:
     """The file that CONFIG names: one of the user's own, else the shipped one of that name."""
-    found, is_there = shipped_config(given), os.path.lexists(given) and not os.path.isdir(given)
-    if found is None or (is_there and os.path.exists(given) and os.path.samefile(given, found)):
-        return given
-    say(f"CONFIG: {given} of this directory, not the shipped one" if is_there else f"CONFIG: the shipped {found}")
-    return given if is_there else str(found)
+    shipped, is_file = shipped_config(name), os.path.lexists(name) and not os.path.isdir(name)
+    if shipped is None or (is_file and os.path.exists(name) and os.path.samefile(name, shipped)):
+        return name
+    say(f"CONFIG: {name} of this directory, not the shipped one" if is_file else f"CONFIG: the shipped {shipped}")
+    return name if is_file else str(shipped)
 
 
 def check_comes_first(path: str) -> None:
     """Raise UserError if a setting is given where a command expects its config file."""
     if "=" in path and not os.path.exists(path):
-        raise UserError(f"'{path}' stands where CONFIG should: the file comes first, settings (key=value) after it")
+        raise UserError(f"'{path}' is where CONFIG should be: the file comes first, settings (key=value) after it")
 
 
 def read_config(path: str, overrides: list[str], *, writes_run: bool = True, purpose: Purpose = "train") -> Config:
@@ -65,28 +65,28 @@ def check_number(option: str, value: float | None, interval: str) -> None:
 
 
 def check_numbers(arguments: argparse.Namespace, **intervals: str) -> None:
-    """As `check_number`, of the options of these names."""
+    """`check_number` for each of these options, named as in `arguments`."""
     for name, interval in intervals.items():
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
 
 
 def write_json(path: str, values: Any) -> None:
-    """What `--json FILE` asks for, whose name has been checked. Raises UserError."""
+    """Write `values` to the FILE of `--json`, which has been checked. Raises UserError if that fails now."""
     if not (folder := Path(path).parent).exists():
         folder.mkdir(parents=True)
-        say(f"--json {path}: its directory did not exist and is made")
-    with writing(f"--json '{path}'"):  # in its place: it may be /dev/stdout
+        say(f"--json {path}: its directory did not exist and was created")
+    with writing(f"--json '{path}'"):  # written directly, not renamed into place: it may be /dev/stdout
         Path(path).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:
-    """Check `actor.megatron`, `actor.ddp` and what is recomputed against the installed Megatron, before servers are
-    started or ranks meet; returns a line that names those which are not tried, if there are any.
+    """Check `actor.megatron`, `actor.ddp` and selective recomputation against the installed Megatron, before servers
+    start or ranks rendezvous; returns a line that names settings which no test trains with, if there are any.
 
     It imports Megatron, which takes seconds, so only a job that sets one of them waits for it.
 
     Args:
-        machine: what the job will run on; `runs_here` if it is this one, where Megatron's own checks count too.
+        machine: what the job will run on; with `runs_here` it is this machine, and Megatron's own checks count too.
 
     Raises:
         UserError: a field that the installed Megatron does not have, or that is not the user's to set.

@@ -1,7 +1,7 @@
 """`dppo-megatron plan CONFIG`, and `--dry-run` of plan and train.
 
-Nothing is started and nothing is written, but for the file of --json. A plan reads the config and config.json; a dry
-run also does all that a run does before its process group: data, tokenizer, checkpoint headers, graders, losses.
+Both start nothing, and write nothing but the file of --json. A plan reads the config and config.json; a dry run also
+does all that a run does before its process group: data, tokenizer, checkpoint headers, graders, losses.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dppo_megatron.workbench.planning.plan import Plan
 
 DESCRIPTION = """\
-Say what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step, and
-what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json, which
-for well-known models is here:
+Predict what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step,
+and what each pruning method would save. Exit code 2 if it cannot fit. Reads only CONFIG and the model's config.json,
+which is shipped for well-known models:
 
   dppo-megatron plan h100/qwen3_8b_8gpus_dppo
   dppo-megatron plan h100/qwen3_8b_8gpus_dppo --model qwen3-14b
@@ -44,7 +44,7 @@ _GPUS, _GPU = 8, "h100"
 _NUMBERS: dict[str, tuple[str, str, int | None]] = {
     "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})", None),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)", 8),
-    "ranks_per_node": ("[1, 1024]", "of them the trainer's (default: torchrun's, else all)", None),
+    "ranks_per_node": ("[1, 1024]", "GPUs of a node that the trainer uses (default: torchrun's, else all)", None),
     "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)", None),
     "host_memory": ("(0, 1000000]", "GiB of a node's memory (default: 1900)", 1900),
     "engine_gpus": ("[1, 1000000]", "GPUs behind rollout.servers.endpoints", None),
@@ -58,9 +58,9 @@ _NUMBERS: dict[str, tuple[str, str, int | None]] = {
 }
 """Range, help, default."""
 _SPEEDS = ("decode", "mfu", "sync_gb_per_s", "save_gb_per_s", "other_s")
-_TRAINERS = ("gpus", "gpus_per_node", "ranks_per_node")
-"""What `train --dry-run` takes too."""
-_COUNTS = (*_TRAINERS, "engine_gpus")
+_TRAINER_SIZES = ("gpus", "gpus_per_node", "ranks_per_node")
+"""Options that `train --dry-run` has too."""
+_COUNTS = (*_TRAINER_SIZES, "engine_gpus")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, (_, what, default) in _NUMBERS.items():
         kind = int if name in _COUNTS else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what, default=default)
-    chip = f"kind of GPU (default: {_GPU}; of a dry run the one that is here, if any)"
+    chip = f"kind of GPU (default: {_GPU}; for a dry run this machine's, if it has one)"
     parser.add_argument("--gpu", choices=sorted(CHIPS), help=chip)
     parser.add_argument(
         "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
@@ -86,7 +86,7 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load and check everything, print the plan and the first prompt, and end; starts and writes nothing",
     )
-    for name in _TRAINERS:
+    for name in _TRAINER_SIZES:
         what = "with --dry-run: " + _NUMBERS[name][1]
         train.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
 
@@ -97,19 +97,19 @@ def dry_run(train: argparse.Namespace, overrides: list[str]) -> int:
     add_options(parser)
     arguments = parser.parse_args([train.config, "--dry-run"])
     arguments.overrides = overrides
-    vars(arguments).update(_given(train))
+    vars(arguments).update(_sizes_given(train))
     return execute(arguments)
 
 
 def refuse_sizes(train: argparse.Namespace) -> None:
-    """Raise UserError where `train` without --dry-run is told how many GPUs there are."""
-    for name in _given(train):
+    """Raise UserError if `train` without --dry-run is given an option that only a dry run has."""
+    for name in _sizes_given(train):
         option = f"--{name.replace('_', '-')}"
         raise UserError(f"{option} belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
 
 
-def _given(train: argparse.Namespace) -> dict[str, int]:
-    return {name: value for name in _TRAINERS if (value := getattr(train, name)) is not None}
+def _sizes_given(train: argparse.Namespace) -> dict[str, int]:
+    return {name: value for name in _TRAINER_SIZES if (value := getattr(train, name)) is not None}
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -122,7 +122,7 @@ def execute(arguments: argparse.Namespace) -> int:
     published, settings = _published(arguments)
     config = load_config(arguments.config, settings, purpose=purpose, writes_run=arguments.dry_run)
     is_named = arguments.gpu is not None
-    of_here = _take_gpu_of_here(arguments) if arguments.dry_run else []
+    gpu_note = _use_local_gpu(arguments) if arguments.dry_run else []
     arguments.gpu = arguments.gpu or _GPU
     site = _site(arguments)
     check_world_size(config, site.gpus, plans=True)
@@ -134,11 +134,11 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.planning.timing import speeds_for
         from dppo_megatron.workbench.runs.trace import read_trace
     architecture = model_architecture(config.model).with_adapters(config.actor.lora)
-    said = list[str]()
+    notes = list[str]()
     if machine is None:
-        machine, said = _assumed_machine(config, arguments.gpu)
+        machine, notes = _assumed_machine(config, arguments.gpu)
     if not arguments.dry_run:
-        said += check_actor_settings(config, site.gpus, machine, runs_here=False)
+        notes += check_actor_settings(config, site.gpus, machine, runs_here=False)
         check_settings(config, architecture, site.gpus, machine)
     config, layers = _with_layers_of(machine, config, architecture)
     plan = make_plan(
@@ -155,8 +155,8 @@ def execute(arguments: argparse.Namespace) -> int:
     is_given = arguments.gpus or launched_world_size() > 1
     assumed = [] if is_given else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
-        assumed.append("assumed: every completion comes to its end; what pruning.early_stop saves is not planned")
-    show(*map(with_paths, (*of_here, *assumed, *published, *said, *layers, *lines(plan, arguments.config), *loaded)))
+        assumed.append("assumed: no completion is stopped early; what pruning.early_stop saves is not counted")
+    show(*map(with_paths, (*gpu_note, *assumed, *published, *notes, *layers, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
     _check_fits(plan)
@@ -170,7 +170,7 @@ def _check_fits(plan: Plan) -> None:
 
 
 def _with_layers_of(machine: Machine, config: Config, architecture: Architecture) -> tuple[Config, list[str]]:
-    """`config` with the layers that `machine` has for it; a line where these are not the configured ones."""
+    """`config` with the layer spec that `machine` would use; a line with the reason if it differs from the config's."""
     actor = config.actor
     spec, why = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=architecture.experts is not None)
     if spec == actor.layer_spec or spec == "te":
@@ -180,8 +180,8 @@ def _with_layers_of(machine: Machine, config: Config, architecture: Architecture
 
 
 def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Lines to print, and the settings: where `--model`, or model.hf_path without a directory, names a model whose
-    config.json is shipped, model.hf_path is that one's directory. Raises UserError: `--model` names another."""
+    """Lines to print, and the settings. If `--model`, or a model.hf_path that is no directory, names a model whose
+    config.json is shipped, model.hf_path becomes the shipped directory. Raises UserError if `--model` names another."""
     settings = list(arguments.overrides)
     if arguments.dry_run:
         if arguments.model:
@@ -197,8 +197,8 @@ def _published(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
     return [f"assumed: the published sizes of {name}"], [*settings, f"model.hf_path={found}"]
 
 
-def _take_gpu_of_here(arguments: argparse.Namespace) -> list[str]:
-    """Where neither its kind nor its memory is given, plan for the GPU of this machine; a line that says so."""
+def _use_local_gpu(arguments: argparse.Namespace) -> list[str]:
+    """Plan for this machine's GPU unless --gpu or --gpu-memory is given; returns a line about it."""
     with loading("libraries"):
         import torch
     if arguments.gpu or arguments.gpu_memory or not torch.cuda.is_available():
@@ -206,7 +206,7 @@ def _take_gpu_of_here(arguments: argparse.Namespace) -> list[str]:
     name, size = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1] / GIB
     arguments.gpu_memory, arguments.gpu = size, next((chip for chip in CHIPS if chip.upper() in name), None)
     speed = "" if arguments.gpu else f", as fast as an {_GPU.upper()}"
-    return [f"planned for the GPU that is here: {name}, {size:.1f} GiB{speed}"]
+    return [f"planned for this machine's GPU: {name}, {size:.1f} GiB{speed}"]
 
 
 def _site(arguments: argparse.Namespace) -> Site:
@@ -217,7 +217,7 @@ def _site(arguments: argparse.Namespace) -> Site:
         ranks = launched_here()
     if gpus > (ranks or per_node) and gpus % (ranks or per_node):
         size = f"--ranks-per-node {ranks}" if ranks else f"--gpus-per-node {per_node}"
-        raise UserError(f"--gpus {gpus}: are no whole nodes of {size}")
+        raise UserError(f"--gpus {gpus}: not a whole number of nodes ({size})")
     return Site(
         gpus=gpus,
         gpus_per_node=max(per_node, ranks or 0),
@@ -233,7 +233,7 @@ def _site(arguments: argparse.Namespace) -> Site:
 
 def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
     """A machine of `gpu`s with Transformer Engine, and with flash-attn where its layers need that for the fused
-    attention which a plan counts; a line that says so."""
+    attention which a plan assumes; a line about flash-attn if so."""
     with loading("libraries"):
         from dppo_megatron.platform.capabilities import Machine
         from dppo_megatron.weights.provider import model_architecture
@@ -247,23 +247,23 @@ def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
 
 
 def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Machine | None, list[str]]:
-    """Do what a run does before it starts; this machine, None if it has no GPU or another is named, and lines that say
-    what was found, the first prompt at the end."""
+    """Load and check what a run does before it starts. Returns this machine, or None if it has no GPU or --gpu names
+    one, and lines about what was loaded, the first prompt last."""
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine
-    here, note = this_machine(), list[str]()
+    here, notes = this_machine(), list[str]()
     runs_here = here.cuda_capability is not None and not is_named
     machine = here if runs_here else _assumed_machine(config, gpu)[0]
     if here.cuda_capability is None:
-        note = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    note += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
-    uncached = replace(config, data=replace(config.data, cache_path=""))  # the prompts of a large set are kept there
+        notes = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
+    notes += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
+    uncached = replace(config, data=replace(config.data, cache_path=""))  # a dry run writes no cache of prompts
     job = prepare_job(uncached, site.gpus, machine=machine)
     try:
         first = next(iter(job.train_sets.values())).first_prompt
-        said = [*note, *job.check_first_layers(), *job.notes, *job.check_references(), *job.data_report]
+        lines = [*notes, *job.check_first_layers(), *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
     done = "dry run: everything that a run loads before it starts has been loaded and checked"
-    return here if runs_here else None, ["", done, *said, "", first]
+    return here if runs_here else None, ["", done, *lines, "", first]

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     run_dir = "where the run is written; a run that is there already is removed (default: runs/quickstart)"
     parser.add_argument("--run-dir", type=Path, default=Path("runs/quickstart"), metavar="DIR", help=run_dir)
     parser.add_argument("--task", type=Path, metavar="DIR", help="where the task is made (default: runs/task_seedSEED)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of task, model and run (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of task, model and run (default: 0)")
     for name, what in (("nproc", "processes"), ("tp", "tensor-parallel size"), ("pp", "pipeline stages")):
         parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} (default: 1)")
 
@@ -39,10 +39,10 @@ def execute(arguments: argparse.Namespace) -> int:
     task = arguments.task or Path("runs") / f"task_seed{arguments.seed}"
     run_dir: Path = arguments.run_dir
     if any(setting.startswith("run_dir=") for setting in arguments.overrides):
-        raise UserError("run_dir=...: a quickstart has --run-dir DIR for that")
+        raise UserError("run_dir=...: quickstart takes --run-dir DIR instead")
     check_writable("--run-dir", run_dir, directory=True)
     _check_is_run(run_dir)
-    if find_spec("megatron") is None:  # of the processes below, each of which would say so in its own way
+    if find_spec("megatron") is None:  # else each process below would report it in its own way
         raise ModuleNotFoundError(name="megatron")
     with progress(f"making {task}"):
         from dppo_megatron.workbench.quickstart.make import Recipe, make_quickstart
@@ -60,14 +60,14 @@ def execute(arguments: argparse.Namespace) -> int:
     }
     config = arguments.config or str(shipped("configs", "quickstart.yaml"))
     given = [*(f"{key}={value}" for key, value in settings.items()), *arguments.overrides]
-    # before a run that may have taken an hour is removed
+    # a mistake must be found before an earlier run, which may have taken an hour, is removed
     check_world_size(load_config(config, given, writes_run=False), arguments.nproc)
     _remove(run_dir)
     return _call("train", config, *given, ranks=arguments.nproc) or _call("report", str(run_dir))
 
 
 def _check_is_run(directory: Path) -> None:
-    """Raise UserError unless it is empty, or holds a run and may be removed: many a project has a config.yaml."""
+    """Raise UserError unless `directory` is empty or holds a run: anything else must not be removed."""
     from dppo_megatron.observe.run_directory import read_identity
 
     try:
@@ -75,7 +75,7 @@ def _check_is_run(directory: Path) -> None:
     except UserError:
         is_run = False
     if not is_run:
-        raise UserError(f"--run-dir {directory}: holds something that is no run; name another directory")
+        raise UserError(f"--run-dir {directory}: holds files that are not a run's; name another directory")
 
 
 def _remove(run_dir: Path) -> None:
@@ -94,14 +94,14 @@ def _remove(run_dir: Path) -> None:
 
 
 def _call(*arguments: str, ranks: int = 1) -> int:
-    """Another command in a process of its own, as a user would start it. SIGTERM ends both."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a time limit of others
+    """Run another command in a process of its own, as a user would start it. SIGTERM ends both."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a scheduler's time limit
     # torchrun's processes do not inherit -P
     variables = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} if ranks > 1 else None
     with start_python("dppo_megatron", *arguments, ranks=ranks, variables=variables) as process:
         try:
             code = process.wait()
         except BaseException:
-            process.terminate()  # not killed: torchrun would leave its ranks behind
+            process.terminate()  # not kill(): torchrun would leave its ranks behind
             raise
     return code if code >= 0 else 128 - code  # ended by a signal, as a shell reports it

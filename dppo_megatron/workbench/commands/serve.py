@@ -1,11 +1,11 @@
-"""Start rollout servers on this machine for a trainer on another one, and keep them running until it is asked to end:
+"""Start rollout servers on this machine for a trainer on another one, and keep them running until it is interrupted:
 
   dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
   dppo-megatron train CONFIG rollout.servers.registry_dir=DIR                  (on the training nodes)
 
-with the same CONFIG and settings, rollout.servers.launch=none and colocate=false among them. DIR lies on a file system
+with the same CONFIG and settings, rollout.servers.launch=none and colocate=false among them. DIR is on a file system
 that both see; addresses and keys are written there, and nobody but you can read them. rollout.servers.count servers are
-started. More may be started, and ended, while the trainer runs: a new one gets the newest weights at the next weight
+started. Servers may be added and ended while the trainer runs: a new one gets the newest weights at the next weight
 sync, and requests after it (docs/cluster.md).
 """
 
@@ -25,13 +25,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    # data and trackers are the trainer's
+    # `plan` does not check data and trackers: only the trainer uses them
     config = read_config(arguments.config, arguments.overrides, writes_run=False, purpose="plan")
     if not config.rollout.servers.registry_dir:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
     with loading("libraries"):
         from dppo_megatron.platform.capabilities import check_gpus
         from dppo_megatron.rollout.serve import serve
-    check_gpus()  # servers would be given a CPU's arguments
+    check_gpus()  # if torch cannot use the GPUs, servers would be started with a CPU's arguments
     serve(config, arguments.host)
     return 0

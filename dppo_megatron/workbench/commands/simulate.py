@@ -3,13 +3,13 @@
   dppo-megatron simulate runs/quickstart/trace.jsonl --methods grpo,dppo,greso --rollout-cost 0.02 --update-cost 0.05
 
 Costs are seconds for 1,000 tokens on your machine (1000 / tokens per second); without them the trace's own seconds
-are used. A trace of an unpruned run (pruning.prompt.method=none) knows the outcome of every prompt. `like for like` is
-the mean speed-up to equal accuracy; `one pair` is where a single pair of runs measures it (95 %), by the noise of the
-evaluations beside the trace ("-": fewer than three after a third of the gain).
+are used. A trace of an unpruned run (pruning.prompt.method=none) has the outcome of every prompt. `like for like` is
+the mean speed-up to equal accuracy; `one pair` is the range that a single pair of runs would measure (95 %), from the
+noise of the evaluations beside the trace ("-": fewer than three after a third of the gain).
 
   dppo-megatron simulate runs/quickstart_grpo/trace.jsonl --roulette
 
-says what it would gain to stop completions early by chance, with weights that keep the expected gradient.
+predicts the gain of stopping completions early at random, with weights that keep the expected gradient.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
     command.add_argument("--rollout-cost", type=float, metavar="S", help="seconds to generate 1,000 tokens")
     command.add_argument("--update-cost", type=float, metavar="S", help="seconds to train on 1,000 tokens")
-    said = "instead: what stopping completions early would gain, also with probes of d' D (1 and 2)"
-    command.add_argument("--roulette", type=float, nargs="*", metavar="D", help=said)
-    knee = "sequences at which an iteration of --roulette takes twice as long (48)"
+    stops = "instead: what stopping completions early would gain, also with probes of d' D (default: 1 and 2)"
+    command.add_argument("--roulette", type=float, nargs="*", metavar="D", help=stops)
+    knee = "sequences at which an iteration of --roulette takes twice as long (default: 48)"
     command.add_argument("--knee", type=float, default=48.0, metavar="N", help=knee)
     command.add_argument("--json", metavar="FILE", help="also write the figures here")
 
@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         values = roulette.roulette_json(gains, costs, arguments.knee)
     else:
         predictions, noise = [simulate(trace, method, costs, capacity_of(trace)) for method in methods], None
-        with suppress(UserError):  # a trace alone, or of a run that goes on or was not evaluated
+        with suppress(UserError):  # a trace without its run, or a run that is not finished or was not evaluated
             noise = pair_noise(read_method_run(methods[0], trace.config.seed, Path(arguments.trace).parent))
         text, values = table(predictions, costs, noise), as_json(predictions, costs, noise)
     show(*text.splitlines())

@@ -1,5 +1,5 @@
-"""What commands print, and what libraries must not: rank 0 prints, and of each other machine its first rank what ends
-the command there."""
+"""Printing for commands, and silence for libraries: rank 0 prints; the first rank of every other machine prints only
+the error that ends the command there."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
 
-def say(line: str, why: Exception | None = None) -> None:
+def say(line: str, error: Exception | None = None) -> None:
     """Print a line to stderr on rank 0, or on every rank if the environment does not name a rank.
 
-    `why`: the error that ends a command. The first rank of each other machine prints it too, unless rank 0 does
-    (`is_reported`); the ranks beside that one read the same files and would print the same line.
+    `error`: what ends the command. The first rank of each other machine prints the line too, unless rank 0 reports the
+    error (`is_reported`). The other ranks of a machine read the same files and would print the same line again.
     """
-    if not _speaks():
-        if why is None or launched_local_rank() or getattr(why, "is_reported", False):
+    if not _is_printing_rank():
+        if error is None or launched_local_rank() or getattr(error, "is_reported", False):
             return
         kind, _, text = line.partition(": ")
         line = f"{kind}: rank {launched_rank()} ({socket.gethostname()}): {text}"
     try:
         show(line, file=sys.stderr)
-    except OSError:  # its reader has gone, or its disk is full; the exit code still tells
+    except OSError:  # the reader has closed the pipe or the disk is full; the exit code still reports the error
         drop(sys.stderr)
 
 
 def drop(stream: TextIO) -> None:
-    """Let `stream` take what is written from now on, and what it still holds, and write none of it: the interpreter
-    would complain when it flushes at exit."""
+    """Redirect `stream` to /dev/null, with what its buffer still holds. Otherwise the interpreter's flush at exit would
+    fail and print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Advance]:
     """Progress on the terminal or log of the rank that prints (`say`); see `progress.Display`."""
-    if not _speaks():
+    if not _is_printing_rank():
         return unshown(what, total, unit)
     from dppo_megatron.observe.progress_display import Progress
 
@@ -52,8 +52,8 @@ def show_progress(what: str, total: int, unit: str) -> AbstractContextManager[Ad
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Imports of some seconds, shown as progress, without Python's collector of garbage: it would walk through all that
-    modules hold, 1,400 times, 0.9 of the 6.7 CPU seconds of a rank's imports, and find next to nothing."""
+    """Show imports that take seconds as progress, and turn Python's garbage collector off meanwhile: it would run 1,400
+    times over all that modules hold (0.9 of the 6.7 CPU seconds of a rank's imports) and find next to nothing."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -64,8 +64,8 @@ def loading(what: str) -> Iterator[None]:
             gc.enable()
 
 
-def _speaks() -> bool:
-    with suppress(UserError):  # a command that no launcher starts must not fail at what a launcher would have set
+def _is_printing_rank() -> bool:
+    with suppress(UserError):  # without a launcher, wrong launcher variables must not make a command fail
         check_launcher_env()
         return launched_rank() == 0
     return True

@@ -1,10 +1,10 @@
-"""Show a run in the terminal while it goes on: progress and time left, curves, where the seconds go, the last samples,
+"""Show a run in the terminal while it trains: progress and time left, curves, where the seconds go, the last samples,
 the servers and what deserves a second look:
 
   dppo-megatron watch runs/quickstart
 
-It reads the run's files and nothing else, so it works over SSH and beside any trainer. `q` or Control-C leaves it; the
-run does not notice. Of a run that has ended, and where the output is no terminal, it prints one picture.
+It reads only the run's files, so it works over SSH and beside any trainer. `q` or Control-C leaves it and does not
+affect the run. If the run has ended, or the output is not a terminal, it prints one picture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from dppo_megatron.workbench.watch.frame import Latest, frame
 
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may have no blocks
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # its encoding may lack blocks
     latest, console = Latest(arguments.watched), Console()
 
     def picture(members: int = 4) -> RenderableType:
@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _keys() -> Iterator[list[int]]:
-    """The terminal that keys can be read from one by one; none where stdin is something else."""
+    """The descriptor of a terminal from which keys can be read one by one; an empty list if stdin is no terminal."""
     if not sys.stdin.isatty():
         yield []
         return
@@ -76,7 +76,7 @@ def _keys() -> Iterator[list[int]]:
 
 def _is_quit(descriptor: int) -> bool:
     try:
-        typed = os.read(descriptor, 1024)  # all of it: a buffer of Python's would keep the second key from `select`
-    except OSError:  # the terminal has gone
+        typed = os.read(descriptor, 1024)  # not by sys.stdin, whose buffer would hide a second key from `select`
+    except OSError:  # the terminal was closed
         return True
     return not typed or b"q" in typed.lower()

@@ -3,5 +3,5 @@
     command ─▶ arms ─▶ runs ──files──▶ record ─▶ verdict ─▶ table
             what to run  processes   curves    statistics
 
-A benchmark by the authors flatters easily. The rules against that are in `verdict.py`.
+A benchmark by a method's authors easily flatters the method. The rules against that are in `verdict.py`.
 """

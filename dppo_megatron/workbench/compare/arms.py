@@ -1,7 +1,7 @@
-"""The arms of a comparison, methods at a number of prompts a step as settings of a job; and what their runs have left.
+"""The arms of a comparison, each a method and a number of prompts a step, as settings of a job; and reading their runs.
 
-`grpo@32` is GRPO with 32 prompts a step. A baseline whose batch was never tuned is easy to beat: above the batch that
-still shortens the run, half the prompts give the same in half the time, and a pruned run would be credited for it.
+`grpo@32` is GRPO with 32 prompts a step. A baseline whose batch was never tuned is easy to beat: if the batch is larger
+than helps, half the prompts give the same result in half the time, and a pruned run would be credited for that.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, read_metrics
 
 BASELINE = "grpo"
 WITHOUT_ZEROS = "grpo_nonzero"
-"""GRPO that does not train on completions without an advantage. They have no gradient, so it is GRPO, faster; what a
-method is worth beyond it is what its draws are worth."""
+"""GRPO that does not train on completions without an advantage. They have no gradient, so it is the same GRPO, faster;
+what another method gains over it is the gain of its draws."""
 _WITHOUT_ZEROS = (
     *method_overrides("grpo")[:1],
     "pruning.early_stop.after_tokens=0",
@@ -50,15 +50,15 @@ class Arm:
 
     @property
     def directory(self) -> str:
-        """Its part of a path: a plugin's name has a colon."""
+        """Name of its runs' directories, without the colon of a plugin's name."""
         return self.name.replace(":", ".")
 
 
 def parse_arms(names: str, config: Config, steps_factor: float) -> list[Arm]:
     """Arms from a list such as `grpo@16,grpo,dppo`.
 
-    All see equally many prompts: at half the prompts a step there are twice the steps, and the evaluations between them
-    are as many. Pruned methods may be given more.
+    All see equally many prompts: at half the prompts a step there are twice the steps, and the same number of
+    evaluations. Pruned methods may be given more.
 
     Args:
         steps_factor: the methods other than GRPO run this many times the steps. A pruned step is cheaper, and times
@@ -67,10 +67,10 @@ def parse_arms(names: str, config: Config, steps_factor: float) -> list[Arm]:
     Raises:
         UserError: an unknown or repeated name, or a number of prompts that is no whole number.
     """
-    given = [name.strip() for name in names.split(",") if name.strip()]
-    if not given or len(set(given)) < len(given):
+    arms = [name.strip() for name in names.split(",") if name.strip()]
+    if not arms or len(set(arms)) < len(arms):
         raise UserError(f"--methods '{names}': expected different names, separated by commas")
-    return [_arm(name, config, steps_factor) for name in given]
+    return [_arm(name, config, steps_factor) for name in arms]
 
 
 def _arm(name: str, config: Config, steps_factor: float) -> Arm:
@@ -79,7 +79,7 @@ def _arm(name: str, config: Config, steps_factor: float) -> Arm:
         levels(method)
     nominal = config.rollout.prompts_per_step
     if at and not (prompts_text.isdecimal() and int(prompts_text) > 0):
-        raise UserError(f"--methods {name}: after @ stands the number of prompts a step, such as {method}@{nominal}")
+        raise UserError(f"--methods {name}: after @ comes the number of prompts a step, such as {method}@{nominal}")
     prompts = int(prompts_text) if at else nominal
     factor = steps_factor if method not in (BASELINE, WITHOUT_ZEROS) else 1.0
     scale = nominal / prompts
@@ -92,7 +92,7 @@ def _arm(name: str, config: Config, steps_factor: float) -> Arm:
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 LAST = 2
-"""Evaluations whose mean is a run's end, as the moving mean has it there."""
+"""How many evaluations are averaged for a run's end, as in the moving mean there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Point:
     """Mean pass@1 over the evaluation sets."""
     train_s: float
     train_cpu_s: float
-    """Of the trainer's process."""
+    """CPU seconds of the trainer's process."""
     tokens_generated: float
     tokens_trained: float
 
@@ -176,7 +176,7 @@ _COLUMNS = {
 
 
 def _totals(run: RunRecord, key: str) -> list[Any]:
-    """Of a cost, up to each step. Raises ValueError where a step after 0 has none."""
+    """Running total of a metric up to each step. Raises ValueError if a step after 0 has no value."""
     column = run.columns.get(key, [None] * len(run.steps))
     known = [value if step else 0.0 for step, value in zip(run.steps, column, strict=True)]
     if None in known:
@@ -185,9 +185,9 @@ def _totals(run: RunRecord, key: str) -> list[Any]:
 
 
 def _mean_of(evaluations: Sequence[_Solved]) -> _Solved:
-    """Of each problem over some evaluations, those in which its grading failed left out."""
-    found: _Solved = {}
+    """The mean of each problem over evaluations, without those in which its grading failed."""
+    means: _Solved = {}
     for name in evaluations[-1]:
         columns = zip(*(one[name] for one in evaluations), strict=True)
-        found[name] = [statistics.mean(known) if (known := [v for v in c if v is not None]) else None for c in columns]
-    return found
+        means[name] = [statistics.mean(known) if (known := [v for v in c if v is not None]) else None for c in columns]
+    return means

@@ -1,11 +1,11 @@
-"""Starts the runs of a comparison, one process after another, and logs how far they are.
+"""Starts the runs of a comparison, one process after another, and logs their progress.
 
-Each run is a separate process, as a user would start it. For each seed there is one SFT run, and all arms begin
-from its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
-machine that slows down does not always penalize the same one.
+Each run is a separate process, as a user would start it. For each seed there is one SFT run, and all arms start from
+its checkpoint with the same data order and evaluation. The order of the arms rotates from seed to seed, so that a
+machine that slows down does not always penalize the same arm.
 
-A run that has finished with the same settings and data, from the same start, is kept on a rerun: hours of work are not
-lost to an interrupt, and a further seed or arm costs only itself.
+A rerun keeps each run that has finished with the same settings and data, from the same start: an interrupt does not
+lose hours of work, and another seed or arm costs only itself.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _KEPT = "compare.json"
 """In a run's directory: its settings, data and start once it has finished; empty before."""
 _ERRORS = "stderr.txt"
 """In the directory of a run that crashed."""
-_OF_INTEREST = re.compile(r"step +\d+: .* pass@1 ")
+_EVALUATION = re.compile(r"step +\d+: .* pass@1 ")
 """A run's line about an evaluation."""
 _PROGRESS = re.compile(r"step +\d+/\d+ |[A-Za-z][^:]*: \d+ of \d+ ")
 """`SFT: 40 of 700 steps, about 83 s left`"""
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """A setting that names code: `module:function`."""
 _EVERY_S = 10.0
-"""Between two lines of a run's progress."""
+"""Between two logged lines of a run's progress."""
 Launch: TypeAlias = Callable[[Path, list[str], Callable[[str], None]], None]
 """Runs `dppo-megatron` for a run directory, with these arguments, and passes on every line that it prints."""
 
@@ -75,8 +75,8 @@ def run_all(
 
     Args:
         launch: how a run is started: `in_a_process`.
-        first_seed: those before it are left out; like `seeds` it counts from the config's seed on.
-        stops_are_left_out: a run that a guard stops is logged and missing in what is returned.
+        first_seed: seeds before it are skipped; like `seeds` it counts from the config's seed on.
+        stops_are_left_out: a run that a guard stops is logged, and is missing in the result.
 
     Raises:
         UserError: no evaluation set, torchrun, settings that an arm cannot have, or a run ended with exit code 2.
@@ -86,7 +86,7 @@ def run_all(
         raise UserError("data.eval_paths and data.eval_sets are empty: there is nothing to compare by")
     if launched_world_size() != 1:
         raise UserError("compare starts its own processes: run it without torchrun")
-    for arm in arms:  # now, and not after SFT
+    for arm in arms:  # a mistake is reported now, not after SFT
         load_config(config_path, [*overrides, *arm.settings], writes_run=False)
     warm, shared = bool(config.sft.steps), shared_task(config)
     total = (seeds - first_seed) * (len(arms) + warm)
@@ -120,7 +120,7 @@ def run_all(
 
 @dataclass
 class _Trainer:
-    """Starts runs one by one, or keeps what is there, and logs which of how many it is and how far it has come."""
+    """Starts runs one by one, or keeps finished ones, and logs the number and the progress of each."""
 
     config_path: str
     launch: Launch
@@ -130,7 +130,7 @@ class _Trainer:
     logged_at: float = 0.0
 
     def train(self, settings: list[str], run_dir: Path, start: str = "") -> str:
-        """Returns what the run was a function of. `start` is that of the run it begins from."""
+        """Returns the run's `_identity`. `start`: that of the run whose checkpoint it starts from."""
         self.advance(self.begun)
         self.begun += 1
         name = f"{run_dir.parent.name} {run_dir.name}"
@@ -144,7 +144,7 @@ class _Trainer:
         arguments = ["train", self.config_path, *settings, f"run_dir={run_dir}"]
         self.launch(run_dir, arguments, lambda line: self._pass_on(name, line))
         if not (run_dir / "summary.json").exists():
-            # a signal ended it with a checkpoint: exit code 0, but it is half a run
+            # after a signal it saves a checkpoint and ends with exit code 0, but it is not finished
             raise RunAborted(f"{run_dir}: the run was stopped before its end; the same command runs it again")
         with writing(run_dir / _KEPT):
             write_text(run_dir / _KEPT, wanted)
@@ -152,16 +152,16 @@ class _Trainer:
 
     def _pass_on(self, name: str, line: str) -> None:
         is_due = time.monotonic() - self.logged_at >= _EVERY_S
-        if _OF_INTEREST.match(line) or (_PROGRESS.match(line) and is_due):
+        if _EVALUATION.match(line) or (_PROGRESS.match(line) and is_due):
             self._log(f"{name}: {' '.join(line.split())}")
 
-    def _log(self, said: str) -> None:
-        log(f"compare: {self.begun}/{self.total} {said}")
+    def _log(self, text: str) -> None:
+        log(f"compare: {self.begun}/{self.total} {text}")
         self.logged_at = time.monotonic()
 
 
 def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None]) -> None:
-    """Run `dppo-megatron` with `arguments` in another process; `line` takes what it prints."""
+    """Run `dppo-megatron` with `arguments` in another process; `line` is called with each line that it prints."""
     with tempfile.TemporaryFile() as errors:  # a full pipe without a reader would block the run
         with start_python(
             "dppo_megatron", *arguments, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8", errors="replace"
@@ -171,15 +171,15 @@ def in_a_process(run_dir: Path, arguments: list[str], line: Callable[[str], None
                 for printed in process.stdout:
                     line(printed)
             except BaseException:
-                process.kill()  # it would be run again from its start, and may take minutes to save what it has
+                process.kill()  # not terminate(): saving may take minutes, and a rerun starts from the beginning
                 raise
         errors.seek(0)
-        said = errors.read().decode(errors="replace")  # a library, or a path, may hold any bytes
-    check_end(run_dir, process.returncode, said)
+        stderr = errors.read().decode(errors="replace")  # a library, or a path, may print any bytes
+    check_end(run_dir, process.returncode, stderr)
 
 
 def _make_room(run_dir: Path) -> None:
-    """An empty directory with the marker of compare. Raises UserError if it holds what compare has not made."""
+    """Empty `run_dir` but for compare's marker. Raises UserError if it holds files that compare has not made."""
     if run_dir.exists():
         if any(run_dir.iterdir()) and not (run_dir / _KEPT).exists():
             raise UserError(f"--out: {run_dir} holds something that compare has not made; name another directory")
@@ -188,51 +188,51 @@ def _make_room(run_dir: Path) -> None:
     (run_dir / _KEPT).touch()
 
 
-def check_end(run_dir: Path, code: int, said: str) -> None:
-    """Judge a run by its exit code (negative: minus the signal that ended it) and what it said on stderr.
+def check_end(run_dir: Path, code: int, stderr: str) -> None:
+    """Judge a run by its exit code (negative: minus the signal that ended it) and its stderr.
 
     Raises:
-        UserError: 2, a mistake in the settings.
-        RunAborted: a guard stopped it, or it crashed; then with the last line of what it said, all of which is kept.
+        UserError: exit code 2, a mistake in the settings.
+        RunAborted: a guard stopped it, or it crashed; then with the last line of stderr, which is kept in a file.
     """
     if code == 2:
         # the last line; progress and libraries may have printed before it
-        raise UserError(f"\n{said.strip()}".rpartition("\nerror: ")[2].strip())
+        raise UserError(f"\n{stderr.strip()}".rpartition("\nerror: ")[2].strip())
     if code == 3:
-        raise StoppedByGuard(f"{run_dir}: {said.strip().rpartition('stopped: ')[2]}")
+        raise StoppedByGuard(f"{run_dir}: {stderr.strip().rpartition('stopped: ')[2]}")
     if code:
         how = f"was ended by signal {-code}" if code < 0 else f"failed with exit code {code}"
         with writing(run_dir / _ERRORS):
-            write_text(run_dir / _ERRORS, said)
-        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "nothing on stderr")
+            write_text(run_dir / _ERRORS, stderr)
+        last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "nothing on stderr")
         raise RunAborted(f"{run_dir}: the run {how}: {last} (all of it: {run_dir / _ERRORS})")
 
 
 def _identity(config_path: str, settings: list[str], start: str) -> str:
-    """All settings of the run, those of the file included, what there is of its model, and digests of its data, of the
-    user's code that it names, and of `start`.
+    """All that the run is a function of: its settings with those of the file, sizes and times of its model's files, and
+    digests of its data, of the user's code that it names, and of `start`.
 
-    The settings of an arm name the directory of its start and not what was trained there.
+    `start` is needed because an arm's settings name only the directory of its start, not what was trained there.
     """
     config = load_config(config_path, settings, writes_run=False)
     values = config_values(config)
     sets = *train_set_configs(config).values(), *eval_set_configs(config).values()
     paths = [Path(path) for path in (*(one.path for one in sets), config.sft.examples_path) if path]
     data = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
-    came_from = hashlib.sha256(start.encode()).hexdigest() if start else ""
+    start_digest = hashlib.sha256(start.encode()).hexdigest() if start else ""
     named = sorted({value for value in flat(values).values() if isinstance(value, str) and _CODE.fullmatch(value)})
-    files = [] if start else sorted(Path(config.model.hf_path).rglob("*"))  # the start's are what it was made of
+    files = [] if start else sorted(Path(config.model.hf_path).rglob("*"))  # `start` already covers its own
     model = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     code = {one: source_digest(one) for one in named}
-    found = {"settings": values, "data": data, "start": came_from, "code": code, "model": model}
-    return json.dumps(found, default=str)
+    identity = {"settings": values, "data": data, "start": start_digest, "code": code, "model": model}
+    return json.dumps(identity, default=str)
 
 
 def shared_task(config: Config) -> str | None:
-    """Why all seeds share one task, or None: each gets its own.
+    """The reason why all seeds share one task, or None if each gets its own.
 
     Runs that share a task share its luck: their spread over seeds shows how much the draws matter, not how much the
-    task does. A `task.json` records how a directory was made, so the same can be made with another seed.
+    task does. A `task.json` records how a directory was made, so it can be made for another seed.
     """
     if not config.data.train_path:
         return "the task is not one file with a task.json beside it"
@@ -242,15 +242,15 @@ def shared_task(config: Config) -> str | None:
 
 
 def task_settings(config: Config, seed: int, directory: Path) -> list[str]:
-    """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job that is in the
-    task's directory, in the new one. The job's own seed has its task already, whatever seed that was made with."""
+    """Make the task of `seed` in `directory`; returns the settings that use it: every path of the job in its own task's
+    directory, moved to the new one. The job's own seed has its task already, whatever seed that was made with."""
     home = _home(config)
     recipe = read_recipe(home)
-    assert recipe is not None, "asked for a task that cannot be made"
+    assert recipe is not None, "this job has no task that can be made for a seed"
     if seed == config.seed:
         return []
     wanted = recipe._replace(seed=recipe.seed + seed - config.seed)
-    if read_recipe(directory) != wanted:  # task.json is written last: it is there when all is
+    if read_recipe(directory) != wanted:  # task.json is written last: with it, all is there
         with writing(directory):
             write_quickstart(directory, wanted)
     return [

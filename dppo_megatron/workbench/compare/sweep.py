@@ -1,14 +1,14 @@
 """Tunes every method before it is compared: a grid over the settings that interact, thinned out by successive halving.
 
-A baseline with one setting tuned, and the others left where another value of it had put them, is still easy to beat: at
-a learning rate of 1e-3 64 prompts a step are GRPO's best on the quickstart, yet 32 at 7e-4 end 2.8 points higher. So
-prompts a step, learning rate and schedule are always swept together, over one grid for all methods.
+A baseline with only one setting tuned is still easy to beat: at a learning rate of 1e-3, GRPO on the quickstart does
+best with 64 prompts a step, yet 32 prompts at 7e-4 end 2.8 points higher. So prompts a step, learning rate and schedule
+are always swept together, over one grid for all methods.
 
     all on one seed ─▶ the better half on a second ─▶ its better half on two more ─▶ ...
 
-A rung adds seeds instead of steps: half of a run whose learning rate falls is another schedule, and between seeds runs
-differ by as much as neighbours on the grid do. All candidates of a method sample equally many completions, and are
-ranked by their end there: the smoothed accuracy that `verdict.py` calls so, as a mean over the rung's seeds.
+A rung adds seeds instead of steps: with a falling learning rate, half a run is another schedule, and runs differ as
+much between seeds as between neighbours on the grid. All candidates of a method sample equally many completions, and
+are ranked by their mean `smoothed_end` over the rung's seeds.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_
 GROUP = "rollout.completions_per_prompt"
 _PROMPT_FACTORS = (0.5, 1, 2)
 _RATE_FACTORS = (0.5, 0.7, 1, 1.4)
-"""By half a power of 2: about what the best rate changes by where the prompts a step halve."""
+"""Half a power of 2 apart: about as much as the best rate changes when the prompts a step halve."""
 _VALUE = re.compile(r"[\w.+-]+")
-"""It becomes part of a directory's name."""
+"""A value on the grid, which becomes part of a directory's name."""
 Grid = Mapping[str, Sequence[str]]
 
 
@@ -48,18 +48,18 @@ class RungRow:
     ends: dict[int, float]
     """Seed to the smoothed accuracy at the end; the seeds of earlier rungs are among them."""
     was_stopped: bool
-    """One of its runs, by a guard."""
+    """A guard stopped one of its runs."""
     goes_on: bool
 
     @property
     def mean(self) -> float:
-        """Of the ends."""
+        """Mean end over the seeds."""
         return statistics.mean(self.ends.values()) if self.ends else 0.0
 
 
 def parse_grid(given: Sequence[str], config: Config) -> dict[str, list[str]]:
-    """The grid of `--sweep`, each `KEY=A,B`, or empty. Prompts a step, learning rate and schedule that are not given
-    have values around the config's. Raises UserError for what is no setting with values."""
+    """The grid from the texts of `--sweep`, each `KEY=A,B` or empty. Prompts a step, learning rate and schedule get
+    values around the config's if they are not given. Raises UserError for a text that is no setting with values."""
     prompts, optimizer = config.rollout.prompts_per_step, config.actor.optimizer
     falling = "linear" if optimizer.lr_schedule == "constant" else optimizer.lr_schedule
     grid = {
@@ -86,8 +86,8 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
         for point in itertools.product(*grid.values()):
             values = dict(zip(grid, point, strict=True))
             (arm,) = parse_arms(f"{method}@{values.pop(PROMPTS)}", _of_group_size(config, values), steps_factor)
-            own = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
-            if taken := own & values.keys():
+            reserved = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
+            if taken := reserved & values.keys():
                 raise UserError(f"--sweep {taken.pop()}: compare sets it itself for {method}")
             settings = *arm.settings, *(f"{key}={value}" for key, value in values.items())
             arms.append(replace(arm, name=",".join([arm.name, *values.values()]), settings=settings))
@@ -95,7 +95,7 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
 
 
 def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
-    """With as many more steps as groups are smaller. What is no size is refused with its run's other settings."""
+    """`config` with as many times more steps as groups are smaller. A wrong size is refused with the run's settings."""
     size, every = values.get(GROUP, ""), config.eval.every_steps
     if not size.isdecimal() or not int(size):
         return config
@@ -107,7 +107,7 @@ def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
 def halve(
     arms: Sequence[Arm], seeds: int, run: Callable[..., list[MethodRun]]
 ) -> Iterator[tuple[list[RungRow], list[MethodRun]]]:
-    """Run rung after rung by `run`, which is `run_all` of a job; after each, its rows and all runs so far of the
+    """Run rung after rung with `run`, a job's `run_all`. After each, yield its rows, and all runs so far of the
     candidates that go on. Raises RunAborted if all candidates of a method were stopped."""
     runs: list[MethodRun] = []
     first = 0
@@ -122,7 +122,7 @@ def halve(
 
 
 def _ranked(arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last: bool) -> list[RungRow]:
-    """The rows of a method, best first; the better half goes on, from the last rung only the best."""
+    """The rows of a method, best first; the better half goes on, after the last rung only the best."""
     rows = []
     for arm in arms:
         ends = {run.seed: smoothed_end(run) for run in runs if run.arm == arm.name}
@@ -131,23 +131,23 @@ def _ranked(arms: Sequence[Arm], runs: Sequence[MethodRun], seeds: int, *, last:
     whole = sum(not row.was_stopped for row in rows)
     if not whole:
         raise RunAborted(f"every candidate of {arms[0].method} was stopped; the log has the reasons")
-    on = 1 if last else (whole + 1) // 2
-    return [replace(row, goes_on=place < on) for place, row in enumerate(rows)]
+    num_kept = 1 if last else (whole + 1) // 2
+    return [replace(row, goes_on=place < num_kept) for place, row in enumerate(rows)]
 
 
 def rung_table(rows: Sequence[RungRow]) -> list[str]:
-    """For people: what was compared on a rung, and which go on."""
+    """The candidates of a rung as a table, with those marked that go on."""
     lines = [["candidate", "steps", "end", "of each seed"]]
     for row in rows:
-        told = ", ".join(f"{100 * end:.1f}" for end in row.ends.values()) + " *" * row.goes_on
-        end = f"{100 * row.mean:.1f}%"
-        shown = ["", "stopped by a guard"] if row.was_stopped else [end, told]
-        lines.append([row.arm.name, str(row.arm.steps), *shown])
+        ends = ", ".join(f"{100 * end:.1f}" for end in row.ends.values()) + " *" * row.goes_on
+        mean = f"{100 * row.mean:.1f}%"
+        cells = ["", "stopped by a guard"] if row.was_stopped else [mean, ends]
+        lines.append([row.arm.name, str(row.arm.steps), *cells])
     return [f"seeds: {max(len(row.ends) for row in rows)}; * goes on", *aligned(lines)]
 
 
 def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
-    """The best of each method as settings to paste, and where the grid may end too soon."""
+    """The best candidate of each method as settings to paste, and where its grid may be too narrow."""
     lines = []
     for row in rows:
         if row.goes_on:
@@ -161,14 +161,14 @@ def best_lines(rows: Sequence[RungRow], grid: Grid) -> list[str]:
 
 
 def sweep_results(rungs: Sequence[Sequence[RungRow]], grid: Grid, config: Config) -> dict[str, Any]:
-    """For sweep.json; `config`: of the job that is swept."""
+    """What sweep.json holds; `config`: the swept job's."""
     best = {row.arm.method: row.arm.settings for row in rungs[-1] if row.goes_on}
     rows = [[asdict(row) for row in rows] for rows in rungs]
     return {"grid": grid, "rungs": rows, "best": best, "length": _length(config)}
 
 
 def _length(config: Config) -> dict[str, int]:
-    """What the steps and evaluations of every candidate follow from."""
+    """The settings from which the steps and evaluations of every candidate are computed."""
     return {
         "steps": config.steps,
         "eval.every_steps": config.eval.every_steps,
@@ -177,18 +177,18 @@ def _length(config: Config) -> dict[str, int]:
 
 
 def best_of(path: Path, config: Config) -> list[Arm]:
-    """The best of each method in a sweep.json, their settings in their names. Raises UserError if it cannot be read, or
-    swept a job of another length than `config`'s, which the settings would not follow."""
+    """The best of each method in a sweep.json, with their settings in their names. Raises UserError if it cannot be
+    read, or is of a job of another length than `config`'s: its numbers of steps would be wrong."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Sweep)
+        sweep = msgspec.json.decode(path.read_bytes(), type=_Sweep)
     except (OSError, msgspec.DecodeError) as error:
         raise UserError(f"--tuned {path}: is no sweep.json of compare --sweep: {reason(error)}") from None
-    if not (arms := [row.arm for row in found.rungs[-1] if row.goes_on]):
+    if not (arms := [row.arm for row in sweep.rungs[-1] if row.goes_on]):
         raise UserError(f"--tuned {path}: no candidate of its last rung goes on")
     for key, value in _length(config).items():
-        if (swept := found.length.get(key)) != value:
+        if (swept := sweep.length.get(key)) != value:
             raise UserError(
-                f"--tuned {path}: was swept with {key}={swept}, and here is {value}; sweep again, or set it back"
+                f"--tuned {path}: was swept with {key}={swept}, but this job has {value}; sweep again, or set it back"
             )
     return arms
 

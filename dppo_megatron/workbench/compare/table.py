@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
 
 def table(verdict: Verdict) -> str:
-    """For people: medians over seeds, with 95 % intervals of the median in brackets."""
+    """The table to print: medians over seeds, with 95 % intervals of the median in brackets."""
     head = ["method", "seeds", "end", "end - base", "CPU s", "RL s"]
     head += [f"to {share:.0%}: {unit}" for share in SHARES for unit in ("CPU s", "s")]
     head += [f"at 1/{round(1 / budget)}" for budget in BUDGETS]
@@ -34,7 +34,7 @@ def table(verdict: Verdict) -> str:
 
 
 def headline(verdict: Verdict) -> list[str]:
-    """Lines above the table: the baseline, its gain, and whether the clock is of use."""
+    """Lines above the table: the baseline, its gain, and a warning if the clock cannot be used."""
     among = ", ".join(verdict.candidates)
     chosen = f", the soonest of {among}" if len(verdict.candidates) > 1 else ""
     gain = f"; gain of {verdict.gain_from}" if verdict.gain_from != verdict.baseline else ""
@@ -52,7 +52,7 @@ def headline(verdict: Verdict) -> list[str]:
 
 
 def legend(verdict: Verdict) -> list[str]:
-    """How the columns are meant."""
+    """What the columns mean."""
     biased = [one.arm for one in verdict.arms if one.biased]
     grown = [f"{one.arm} {one.variance:.2f}" for one in verdict.arms if one.variance is not None and not one.biased]
     left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
@@ -69,7 +69,7 @@ def legend(verdict: Verdict) -> list[str]:
         "end: pass@1, mean of the last two evaluations. end - base: over the same problems (95 % interval).",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval), curves smoothed over three evaluations.",
-        *([f"-: the error is larger than the effect, the interval holds 1: {'; '.join(noise)}."] if noise else []),
+        *([f"-: the error is larger than the effect, the interval contains 1: {'; '.join(noise)}."] if noise else []),
         *([missing] if left_out else []),
         "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
         " without graders and servers. Evaluations are not counted in any cost.",
@@ -80,13 +80,13 @@ def legend(verdict: Verdict) -> list[str]:
 
 def difference_text(one: ArmVerdict) -> str:
     """Example: `-0.4 (-1.2 .. +0.4) noise`."""
-    found = one.end_difference
-    if found is None:
+    end = one.end_difference
+    if end is None:
         return "-"
-    if found.low is None or found.high is None:
-        return f"{100 * found.difference:+.1f}"
-    noise = " noise" if found.within_noise else ""
-    return f"{100 * found.difference:+.1f} ({100 * found.low:+.1f} .. {100 * found.high:+.1f}){noise}"
+    if end.low is None or end.high is None:
+        return f"{100 * end.difference:+.1f}"
+    noise = " noise" if end.within_noise else ""
+    return f"{100 * end.difference:+.1f} ({100 * end.low:+.1f} .. {100 * end.high:+.1f}){noise}"
 
 
 def _row(one: ArmVerdict) -> list[str]:
@@ -100,7 +100,7 @@ def _row(one: ArmVerdict) -> list[str]:
 
 
 def about() -> dict[str, Any]:
-    """When, with which versions and on which machine."""
+    """Date, versions and machine of the comparison."""
     return {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "versions": {"dppo-megatron": __version__} | {name: version(name) for name in _PACKAGES},
@@ -114,7 +114,7 @@ def results(verdict: Verdict, runs: Sequence[MethodRun], notes: Sequence[str]) -
 
 
 def write_results(path: Path, values: dict[str, Any]) -> None:
-    """Raises UserError if `path` cannot be written."""
+    """Write `values` as JSON. Raises UserError if `path` cannot be written."""
     with writing(path):
         write_text(path, json.dumps(values, indent=2) + "\n")
 

@@ -1,19 +1,19 @@
-"""From runs to what may be said about them.
+"""The conclusions that the runs of a comparison support.
 
-The rules, chosen so that a sceptic would choose them:
+The rules are those that a sceptic would choose:
 
 - The baseline is the best of the GRPO arms: the best end sets the gain, and the arm that is soonest at 95 % of it sets
   the seconds. `grpo_nonzero` is an arm like any other.
-- A factor is the baseline's own cost to a level over the arm's, for 90 and 95 % of the gain, by the clock and in CPU
-  seconds; the latter hardly feel what else the machine does. Where the two differ in ratio between arms, it was busier
-  under some of them.
+- A factor is the baseline's own cost to a level over the arm's, for 90 and 95 % of the gain, in seconds by the clock
+  and in CPU seconds, which other load on the machine hardly changes. If clock seconds per CPU second differ between
+  arms, the machine was busier under some of them.
 - Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So levels are read off a moving
   mean over three evaluations, the baseline's too. (An isotonic fit is raised by every peak: with 3 points of noise it
   errs 1.4 times as much, and is 9 to 17 % low to 95 % of the gain.)
-- A level is a seed's own: its start plus a share of the gain that the best baseline made on that seed.
+- Each seed has its own level: its start plus a share of the gain that the best baseline made on that seed.
 - A factor has the error of its seeds and that of its curves: near the end a curve is so flat that a point of noise
-  moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included. A factor
-  whose 95 % interval holds 1 has an error that is larger than its effect, and is not printed.
+  moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included. If the 95 %
+  interval of a factor contains 1, its error is larger than its effect, and it is not printed.
 - Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too.
 """
 
@@ -35,23 +35,23 @@ from dppo_megatron.types import FloatArray
 from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
 
 SHARES = (0.9, 0.95)
-"""Of the baseline's gain: the levels."""
+"""The levels, as shares of the baseline's gain."""
 BUDGETS = (1 / 2, 1 / 3)
-"""Of the baseline's seconds: where accuracies are compared."""
+"""Shares of the baseline's seconds after which accuracies are compared."""
 WINDOW = 3
 """Evaluations in a moving mean."""
 COPIES = 1_000
 """Noisy copies of a curve."""
 RESAMPLES = 10_000
 ASTRAY = 0.15
-"""Relative spread of the time to a level between runs that differ in their draws alone, beyond the noise of a curve. It
-cannot be seen in one run: one that is slow by luck looks like a slow task. Ten seeds of the quickstart had speed-ups of
-1.2 to 3.1 (docs/pruning.md): .31 in the logarithm, of which the noise of their curves is .2 to .25; the rest is that of
-two runs."""
+"""Relative spread of the time to a level between runs that differ only in their draws, beyond the noise of a curve. One
+run cannot show it: a run that is slow by luck looks like a slow task. Ten seeds of the quickstart had speed-ups of 1.2
+to 3.1 (docs/pruning.md), a spread of .31 in the logarithm, of which the noise of their curves is .2 to .25; the rest is
+the spread of two runs."""
 MOST_NOISE = math.log(10.0)
-"""Of a pair: more than ten times as soon or late says nothing."""
+"""Of a pair, in the logarithm: an interval that reaches ten times as soon or late says nothing."""
 MOST_CLOCK_SPREAD = 1.3
-"""Largest over smallest clock seconds of a CPU second, by arm, with which the clock is still to be used."""
+"""Clock seconds per CPU second, the largest over the smallest of all arms: above this the clock is not to be used."""
 CLOCKS: tuple[Cost, ...] = ("train_s", "train_cpu_s")
 
 
@@ -77,10 +77,10 @@ class Curve:
     def with_copies(self, name: str) -> Curve:
         """[1 + COPIES, n] this curve and noisy copies of it, all smoothed; equal for equal `name` and length.
 
-        A copy is the smoothed curve plus residuals of it, drawn one by one with random signs. They are of the inner
-        points, enlarged by what their own share in the mean took away. Not in blocks: smoothing opposes residuals of
-        neighbours, which then average out in the copy, and 95 % intervals of one seed hold the truth in 78 to 92 % of
-        cases (one by one: 93 to 99; but 74 to 87 where the noise of an evaluation is correlated by .4 with the next).
+        A copy is the smoothed curve plus residuals, drawn one by one with random signs from those of the inner points,
+        enlarged by what each point's own share in its mean takes away. In blocks, residuals of neighbours, which
+        smoothing makes opposite, would average out in the copy: 95 % intervals of one seed would hold the truth in 78
+        to 92 % of cases (one by one: 93 to 99; but 74 to 87 if an evaluation's noise correlates by .4 with the next).
         """
         mean, draw = moving_mean(self.accuracy), generator(0, f"noise of {name}")
         noise = (self.accuracy - mean)[1:-1] * np.sqrt(WINDOW / (WINDOW - 1)) if len(mean) > 2 else np.ones(1)
@@ -99,7 +99,7 @@ class Interval:
     high: float
     """97.5 % quantile."""
     is_noise: bool
-    """It holds 1, and is no point: the error is larger than the effect."""
+    """It contains 1 and is no single point: the error is larger than the effect."""
 
     def times(self) -> str:
         """Example: `2.10x (1.85-2.42)`."""
@@ -107,7 +107,7 @@ class Interval:
 
 
 def moving_mean(values: FloatArray) -> FloatArray:
-    """[..., n] centred mean over `WINDOW` values; at the ends over those that there are.
+    """[..., n] centred mean over `WINDOW` values; at the ends over fewer.
 
     Example:
         [0, 3, 6, 9] -> [1.5, 3, 6, 7.5]
@@ -118,7 +118,7 @@ def moving_mean(values: FloatArray) -> FloatArray:
 
 
 def cost_to(curve: Curve, level: FloatArray | float) -> FloatArray:
-    """[...] the cost at which each curve first is at its level, interpolated between its points; inf if it never is.
+    """[...] the cost at which each curve first reaches its level, interpolated between its points; inf if it never did.
 
     Example:
         cost [0, 10, 20], accuracy [.2, .4, .8], level .6 -> 15
@@ -133,16 +133,16 @@ def cost_to(curve: Curve, level: FloatArray | float) -> FloatArray:
 
 
 def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interval:
-    """Median with its bootstrap interval: as many seeds drawn with replacement, again and again, and of n drawn seeds
-    2 n / (n + 1) in the noise of one of their copies.
+    """Median with its bootstrap interval: n seeds are drawn with replacement, again and again, and on average
+    2 n / (n + 1) of the n values drawn are those of a noisy copy of the seed.
 
-    One seed has no spread but that of its copies; the spread of ten has their noise in it. Seeds alone are too few: the
-    interval of three holds the true median in 75 % of cases, since all three are on one side of it in the others. With
+    One seed has no spread but that of its copies; the spread of ten includes their noise. Seeds alone are too few: the
+    interval of three contains the true median in 75 % of cases, since otherwise all three are on one side of it. With
     this share it is 94 to 97 % for 1, 3, 5 and 10 seeds that differ by noise; with all drawn from copies, 99 to 100 %.
 
     Args:
-        values: one a seed, at least one; 0 for a factor of a run that never got there, since it is slower than any
-            that did. Or [1 + copies] of each: the value and what it is in noisy copies.
+        values: one a seed, at least one; 0 for the factor of a run that never reached the level, since it is slower
+            than any that did. Or [1 + copies] for each seed: the value, and those of its noisy copies.
     """
     array = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
     count, draw = len(array), generator(0, "bootstrap over seeds", len(array))
@@ -156,7 +156,7 @@ def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interva
 
 def pair_noise(run: MethodRun) -> float | None:
     """How far noise alone takes the measured speed-up of one pair of runs from its mean: half of its logarithm's 95 %
-    interval, from the curve of the recorded `run`. None where that shows too little of a rise, or beyond `MOST_NOISE`.
+    interval, from the curve of the recorded `run`. None if the curve rises too little, or the noise is `MOST_NOISE`.
 
     With a line of slope S through the k accuracies from a third of the gain on, over the logarithm of the CPU seconds,
     sigma^2 their variance about it, and v the relative spread of the seconds of a step from evaluation to evaluation:
@@ -206,15 +206,15 @@ class ArmVerdict:
     phase_s: dict[str, float]
     """Seconds of each phase, median over seeds."""
     biased: bool
-    """A selection of it changes the expected gradient; what the job does under every method does not count."""
+    """A selection of the method changes the expected gradient; what the job does under every method does not count."""
     variance: float | None = None
-    """Realised growth of the gradient's variance by pruning; median over seeds, None where a run does not say."""
+    """Realised growth of the gradient's variance by pruning; median over seeds, None if a run has not recorded it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     baseline: str
-    """Arm that the seconds are compared with."""
+    """The arm whose seconds the others' are compared with."""
     gain_from: str
     """Arm whose gain the levels are shares of."""
     candidates: list[str]
@@ -224,7 +224,7 @@ class Verdict:
     gain: float
     """Median over seeds."""
     clock_spread: float
-    """Clock seconds of a CPU second: the largest over the smallest of the arms' medians."""
+    """Clock seconds per CPU second: the largest over the smallest of the arms' medians."""
     arms: list[ArmVerdict]
 
 
@@ -234,7 +234,7 @@ def judge(runs: Sequence[MethodRun], arms: Sequence[Arm], *, same_problems: bool
     Args:
         runs: of every arm on the same seeds.
         arms: in the order of the table; without a GRPO arm the first is the baseline.
-        same_problems: all seeds are evaluated on the same ones.
+        same_problems: all seeds are evaluated on the same problems.
     """
     by_arm = {arm.name: {run.seed: run for run in runs if run.arm == arm.name} for arm in arms}
     candidates = [arm.name for arm in arms if arm.method == BASELINE] or [arms[0].name]
@@ -286,7 +286,7 @@ def _arm_verdict(
 
 
 def smoothed_end(run: MethodRun) -> float:
-    """The accuracy at the end."""
+    """The last accuracy of the moving mean."""
     return float(Curve.of(run, "step").smoothed().accuracy[-1])
 
 
@@ -304,7 +304,7 @@ def _factors(
     runs: dict[int, MethodRun], base: dict[int, MethodRun], best: dict[int, MethodRun]
 ) -> dict[str, dict[str, list[FloatArray]]]:
     """Clock, then share of the gain of `best`, to the factors of each seed and its copies, [1 + COPIES] each."""
-    found: dict[str, dict[str, list[FloatArray]]] = {clock: {str(share): [] for share in SHARES} for clock in CLOCKS}
+    factors: dict[str, dict[str, list[FloatArray]]] = {clock: {str(share): [] for share in SHARES} for clock in CLOCKS}
     for clock, seed in product(CLOCKS, runs):
         ours, theirs, top = (
             Curve.of(run, clock).with_copies(f"{run.arm} on seed {seed}")
@@ -314,29 +314,29 @@ def _factors(
         for share in SHARES if end[0] > start else ():
             factor = _factor(ours, theirs, start + share * (end - start))
             if np.isfinite(factor[0]):
-                found[clock][str(share)].append(factor)
-    return found
+                factors[clock][str(share)].append(factor)
+    return factors
 
 
 def _factor(curve: Curve, base: Curve, level: FloatArray) -> FloatArray:
-    """[1 + COPIES] the baseline's cost to the level over the arm's; 0 where the arm never got there.
+    """[1 + COPIES] the baseline's cost to the level over the arm's; 0 where the arm never reached it.
 
-    Not finite, which leaves the seed out: the first where the baseline has not reached the level, or had it at its
-    start. A copy of such a baseline has the cost of its whole run, or that of its first evaluation.
+    All infinite, which leaves the seed out, if the baseline itself never reached the level, or had it at its start. If
+    only a copy of the baseline did so, it has the cost of its whole run, or that of its first evaluation.
     """
     theirs, ours = cost_to(base, level), cost_to(curve, level)
-    # smoothing lifts the start too: it was there by the first evaluation, no sooner is known
-    found = np.where(theirs == 0, base.cost[:2][-1], np.minimum(theirs, base.cost[-1]))
-    found /= np.where(ours == 0, curve.cost[:2][-1], ours)
-    found[np.isinf(theirs) & np.isinf(ours)] = 1.0
-    return found if 0 < theirs[0] < np.inf else np.full_like(level, np.inf)
+    # smoothing lifts the start too: cost 0 means only that the level was reached by the first evaluation
+    factor = np.where(theirs == 0, base.cost[:2][-1], np.minimum(theirs, base.cost[-1]))
+    factor /= np.where(ours == 0, curve.cost[:2][-1], ours)
+    factor[np.isinf(theirs) & np.isinf(ours)] = 1.0
+    return factor if 0 < theirs[0] < np.inf else np.full_like(level, np.inf)
 
 
 def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> dict[str, float]:
     curves = {seed: Curve.of(run, "train_cpu_s").smoothed() for seed, run in runs.items()}
     return {
         f"{budget:.2f}": statistics.median(
-            # a run that had ended by then stays at its last
+            # a run that ended before then keeps its last accuracy
             float(np.interp(budget * base[seed].curve[-1].train_cpu_s, curve.cost, curve.accuracy))
             for seed, curve in curves.items()
         )
@@ -345,7 +345,7 @@ def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> dict[
 
 
 def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun], same_problems: bool) -> Difference | None:
-    """Over the seeds and the problems of each: a problem is resampled with its outcome under both."""
+    """Difference of the ends over seeds and their problems: a problem is resampled with its outcome under both arms."""
     by_seed = []
     for seed, run in runs.items():
         both = [

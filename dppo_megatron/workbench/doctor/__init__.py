@@ -1,1 +1,1 @@
-"""What a user runs before a long job: what is installed, what the chip can do, are packing and FP8 safe here."""
+"""Checks before a long job: what is installed, what the chip can do, and whether packing and FP8 are safe here."""

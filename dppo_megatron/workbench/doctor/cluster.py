@@ -1,14 +1,14 @@
-"""The job's machines and the links between them, tried by the job's own ranks before it starts.
+"""Checks a job's machines and the links between them, on the job's own ranks, before the job starts.
 
-A wrong interface leaves ranks inside a library's call that knows no limit of ours. So each rank looks in a thread, and
-what it finds travels through torch's store, which needs only MASTER_ADDR and MASTER_PORT, and not through the process
-group that is on trial.
+With a wrong network interface, ranks hang in a library call that no timeout of ours can end. So each rank runs its
+checks in a thread, and posts its rows to torch's store, which needs only MASTER_ADDR and MASTER_PORT: the process group
+is what is being tested.
 
     thread of every rank ── stage, rows ──▶ store ◀── rank 0 reads all, prints
                          ── stop: a fault ─▶      ◀── reported: the other ranks end
 
-Rank 0 waits until all are done, or until the limit; after a fault only a little longer, for what the others see of it.
-Then a rank whose thread still hangs ends its process.
+Rank 0 waits until all ranks are done, or until the limit; after a fault only 5 s more, for what other ranks report of
+it. Then a rank whose thread still hangs ends its process.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from dppo_megatron.workbench.doctor import machine
 from dppo_megatron.workbench.doctor.machine import CheckRow
 
 _TICK_S, _OTHERS_S, _EXIT_S = 0.1, 5.0, 10.0
-"""Between two looks; for what others see of a fault; for rank 0's report after the limit."""
+"""Rank 0's wait between two looks, and after a fault for other ranks' rows; the others' wait for rank 0's report."""
 _RESERVE_S = 5.0
-"""For what a failed rendezvous leaves to say."""
+"""Time kept back from a rendezvous, to report why it failed."""
 _SLOW = 0.5
-"""Of the others' median: a link that fell back to a slower path is slower by a factor, others by a few per cent."""
-_NAMED = 3
-"""Ranks that are listed by name."""
+"""Share of the ranks' median: a link that fell back to a slower path loses a factor, others a few per cent."""
+_MAX_NAMED = 3
+"""How many ranks are listed by name."""
 
 
 @dataclass
 class _State:
-    """A rank's, as rank 0 reads it."""
+    """What a rank has posted for rank 0."""
 
     host: str
     stage: str = "ranks"
@@ -58,91 +58,91 @@ class _State:
 
 
 def check_cluster(config: Config | None, limit_s: float, report: Callable[[list[CheckRow]], None]) -> int:
-    """Look at everything, have rank 0 `report` it, return the exit code: there 2 after a fault. Collective.
-    Raises RunAborted if there is no answer at MASTER_ADDR."""
-    mine, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
-    store = _reach(limit_s / 2)
+    """Check everything, have rank 0 `report` it, return the exit code: 2 on rank 0 after a fault. Collective.
+    Raises RunAborted if MASTER_ADDR does not answer."""
+    state, until, code = _State(socket.gethostname()), time.monotonic() + limit_s, 0
+    store = _open_store(limit_s / 2)
     # a second connection for the thread: calls on this one block
-    looking = (config, mine, store.clone() if launched_world_size() > 1 else store, until)
-    threading.Thread(target=_look, args=looking, daemon=True).start()
+    arguments = (config, state, store.clone() if launched_world_size() > 1 else store, until)
+    threading.Thread(target=_check_this_rank, args=arguments, daemon=True).start()
     if launched_rank() == 0:
         rows = _wait_for_all(store, until, limit_s)
         report(rows)
         store.set("reported", "")
         code = 2 if any(row.verdict == "fault" for row in rows) else 0
     else:
-        with contextlib.suppress(RuntimeError):  # rank 0 has gone, which its own output explains
+        with contextlib.suppress(RuntimeError):  # rank 0 has exited, and its own output says why
             store.wait(["reported"], timedelta(seconds=limit_s + _EXIT_S))
-    if not mine.is_done:
+    if not state.is_done:
         sys.stdout.flush()
         os._exit(code)
     return code
 
 
 @reported_by_each_rank()
-def _reach(timeout_s: float) -> Any:
+def _open_store(timeout_s: float) -> Any:
     if launched_world_size() == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = launched_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
-    found: list[Any] = []
+    result: list[Any] = []
 
-    def join() -> None:
+    def connect() -> None:
         timeout = timedelta(seconds=timeout_s)
         try:
-            found.append(dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True))  # type: ignore[attr-defined]
+            result.append(dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True))  # type: ignore[attr-defined]
         except RuntimeError as error:
-            found.append(error)
+            result.append(error)
 
-    # in a thread: a program there that takes connections and is no store keeps a client for ever, whatever its timeout
-    joining = threading.Thread(target=join, daemon=True)
-    joining.start()
-    joining.join(timeout_s + _RESERVE_S)
-    if found and not isinstance(found[0], RuntimeError):
-        return found[0]
-    detail = str(found[0]).splitlines()[0] if found else "what listens there does not answer as torch's store does"
+    # in a thread: if another program listens on this port, TCPStore waits for its answer for ever, whatever the timeout
+    connecting = threading.Thread(target=connect, daemon=True)
+    connecting.start()
+    connecting.join(timeout_s + _RESERVE_S)
+    if result and not isinstance(result[0], RuntimeError):
+        return result[0]
+    detail = str(result[0]).splitlines()[0] if result else "what listens there does not answer as torch's store does"
     raise RunAborted(
-        f"{socket.gethostname()} reaches nobody at MASTER_ADDR={host}, MASTER_PORT={port} ({detail}): is rank 0 there,"
-        " and the port open?"
+        f"{socket.gethostname()} cannot reach rank 0 at MASTER_ADDR={host}, MASTER_PORT={port} ({detail}): is rank 0"
+        " running there, and is the port open?"
     )
 
 
-def _look(config: Config | None, mine: _State, store: Any, until: float) -> None:
+def _check_this_rank(config: Config | None, state: _State, store: Any, until: float) -> None:
 
     def post() -> None:
-        store.set(f"state/{launched_rank()}", msgspec.json.encode(mine).decode())
+        store.set(f"state/{launched_rank()}", msgspec.json.encode(state).decode())
 
     try:
         post()
-        _meet(store, (until - time.monotonic()) / 2)
-        for found in _findings(config, until):
-            if isinstance(found, CheckRow):
-                mine.rows.append(found)
+        _wait_for_ranks(store, (until - time.monotonic()) / 2)
+        for finding in _findings(config, until):
+            if isinstance(finding, CheckRow):
+                state.rows.append(finding)
             else:
-                mine.stage = found
+                state.stage = finding
             post()
-    except Exception as error:  # whatever it is: rank 0 has to hear of it
-        mine.rows.append(CheckRow(mine.stage, "fault", " ".join(str(error).split()) or repr(error)))
+    except Exception as error:  # every kind: rank 0 has to report it
+        state.rows.append(CheckRow(state.stage, "fault", " ".join(str(error).split()) or repr(error)))
         store.set("stop", "")
-    mine.is_done = True
+    state.is_done = True
     post()
     store.set(f"done/{launched_rank()}", "")
 
 
-def _meet(store: Any, timeout_s: float) -> None:
+def _wait_for_ranks(store: Any, timeout_s: float) -> None:
     keys = [f"state/{rank}" for rank in range(launched_world_size())]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise RunAborted(
-            f"{len(missing)} of {len(keys)} ranks did not come (rank {', '.join(missing)}): were they started with this"
+            f"{len(missing)} of {len(keys)} ranks did not join (rank {', '.join(missing)}): were they started with this"
             " WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and what does their own output say?"
         ) from None
 
 
 def _findings(config: Config | None, until: float) -> Iterator[str | CheckRow]:
-    """This rank's, and before what may hang or fail a name for it. Collective."""
+    """This rank's rows, and before each check that may hang or fail its name, for the report. Collective."""
     local, device = launched_local_rank(), torch.device("cpu")
     if local < torch.cuda.device_count():  # else the process group reports it
         device = torch.device("cuda", local)
@@ -174,7 +174,7 @@ def _groups(config: Config | None) -> dict[str, dist.ProcessGroup]:
     groups = {"WORLD": dist.group.WORLD}
     if config is None:
         return groups
-    from megatron.core import parallel_state  # platform has prepared it by now
+    from megatron.core import parallel_state  # other imports have called platform.prepare() by now
 
     build_layout(config.actor.layout, config.seed)
     groups |= {
@@ -193,7 +193,7 @@ def _groups(config: Config | None) -> dict[str, dist.ProcessGroup]:
 
 
 def _wait_for_all(store: Any, until: float, limit_s: float) -> list[CheckRow]:
-    """Rank 0's report, when all are done or have had their time."""
+    """The rows that rank 0 reports, once all ranks are done or the time is up."""
     ranks, end = range(launched_world_size()), until
     while not store.check([f"done/{rank}" for rank in ranks]) and time.monotonic() < end:
         if end == until and store.check(["stop"]):
@@ -203,32 +203,32 @@ def _wait_for_all(store: Any, until: float, limit_s: float) -> list[CheckRow]:
     states = {rank: msgspec.json.decode(store.get(f"state/{rank}"), type=_State) for rank in known}
     for state in states.values():
         if not state.is_done and not store.check(["stop"]):
-            state.rows.append(CheckRow(state.stage, "fault", f"still there after {limit_s:g} s (--limit-s)"))
+            state.rows.append(CheckRow(state.stage, "fault", f"not finished after {limit_s:g} s (--limit-s)"))
     rows = {rank: state.rows for rank, state in states.items()}
     return list(report_of(rows, {rank: state.host for rank, state in states.items()}))
 
 
-def report_of(found: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str]) -> Iterator[CheckRow]:
-    """For each thing that was looked at, every kind of the worst trouble with it; where all are well, one of them. Of a
-    speed the slowest: that a card, a link or a node is slow shows beside the others, and there is no list of what each
-    should reach. `found` has rows by rank."""
-    for what in dict.fromkeys(row.what for rows in found.values() for row in rows):
-        own = {rank: row for rank, rows in found.items() for row in rows if row.what == what}
-        worst = max((row.verdict for row in own.values()), key=("ok", "warning", "fault").index)
-        speeds = {rank: row.gb_s for rank, row in own.items() if row.gb_s is not None}
+def report_of(all_rows: Mapping[int, Sequence[CheckRow]], hosts: Mapping[int, str]) -> Iterator[CheckRow]:
+    """One row for each check that all ranks pass, of speeds the slowest rank's: a slow card, link or node shows beside
+    the others, and there is no list of what each should reach. Else one for each distinct detail of the worst verdict.
+    `all_rows` has rows by rank."""
+    for what in dict.fromkeys(row.what for rows in all_rows.values() for row in rows):
+        by_rank = {rank: row for rank, rows in all_rows.items() for row in rows if row.what == what}
+        worst = max((row.verdict for row in by_rank.values()), key=("ok", "warning", "fault").index)
+        speeds = {rank: row.gb_s for rank, row in by_rank.items() if row.gb_s is not None}
         if worst == "ok" and speeds:
-            slowest, middle = min(speeds, key=lambda rank: speeds[rank]), statistics.median(speeds.values())
-            row = replace(own[slowest], ranks=f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else "")
-            detail = f"{row.detail}; less than half of the ranks' median, {middle:.3g} GB/s"
-            yield replace(row, verdict="warning", detail=detail) if speeds[slowest] < _SLOW * middle else row
+            slowest, median = min(speeds, key=lambda rank: speeds[rank]), statistics.median(speeds.values())
+            row = replace(by_rank[slowest], ranks=f"slowest: {_named([slowest], hosts)}" if len(speeds) > 1 else "")
+            detail = f"{row.detail}; less than half of the ranks' median, {median:.3g} GB/s"
+            yield replace(row, verdict="warning", detail=detail) if speeds[slowest] < _SLOW * median else row
         elif worst == "ok":
-            yield next(iter(own.values()))
+            yield next(iter(by_rank.values()))
         else:
-            for detail in dict.fromkeys(row.detail for row in own.values() if row.verdict == worst):
-                ranks = [rank for rank, row in own.items() if row.detail == detail]
-                yield CheckRow(what, worst, detail, None, _named(ranks, hosts) if len(ranks) < len(found) else "")
+            for detail in dict.fromkeys(row.detail for row in by_rank.values() if row.verdict == worst):
+                ranks = [rank for rank, row in by_rank.items() if row.detail == detail]
+                yield CheckRow(what, worst, detail, None, _named(ranks, hosts) if len(ranks) < len(all_rows) else "")
 
 
 def _named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    detail = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_NAMED])
-    return f"{detail} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else detail
+    names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_MAX_NAMED])
+    return f"{names} and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else names

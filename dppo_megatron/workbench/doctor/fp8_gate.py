@@ -31,32 +31,30 @@ from dppo_megatron.workbench.random_samples import SampleLengths, random_samples
 
 _SAMPLES = 24
 WARMUPS = {"delayed": 2}
-"""Passes before those that are measured, which only fill the recipe's history of maxima. Its scales are 1 at first, and
-gradients of 1e-5 to 1e-4 lie at or below E5M2's smallest number, 1.5e-5: a first backward pass does not predict the
+"""Passes before the measured ones, which only fill a recipe's history of maxima. Its scales are 1 at first, and
+gradients of 1e-5 to 1e-4 are near or below E5M2's smallest number, 1.5e-5: a first backward pass does not predict the
 second."""
-
-
 PACKING_BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.05)}
 """Packed against one by one: mean absolute difference of log-probabilities; norm of the difference of all gradients
 over their norm. float32: sums in another order. bfloat16 keeps 8 bits, so a logit of 16 moves by 0.06 and averages out.
-FP8 takes its scales over other tensors when packed, so both sides have the format's rounding: they may differ by the
-root of 2 times what FP8 was measured to differ from bfloat16. By emulation it is 1.04 at most, as they share the
-weights' rounding, and 2.4 with padding counted in the loss."""
+With FP8 both sides have the format's rounding, under scales of different tensors: they may differ by the root of 2
+times the measured difference between FP8 and bfloat16. By emulation it is 1.04 times at most, as both sides share the
+weights' rounding, and 2.4 times if padding counts in the loss."""
 FORMAT_BOUNDS = (0.35, 0.7)
 """FP8 against bfloat16; log-probabilities over their standard deviation, as rounding grows with the logits. Gradients
 of 4 layers are 0.26 to 0.28 off on an H200 (2026-11-29) and within 0.001 of that by emulation on a CPU, which puts
-log-probabilities at 0.14 and both at 28 layers at 0.23 and 0.51. A lost or a doubled gradient is off by 1; one
-product's hides in the rounding of all, so each has SCALE_BOUND too."""
+log-probabilities at 0.14 and both at 28 layers at 0.23 and 0.51. A lost or a doubled gradient is off by 1; an error in
+one matrix hides in the rounding of all, so SCALE_BOUND judges each matrix."""
 SCALE_BOUND = 0.3
-"""FP8 against bfloat16: |log2| of the factor between norms of one matrix's gradient, the worst of all; 0.3 is a factor
-of 1.23. Rounding turns gradients more than it stretches them. By emulation sound FP8 is at most 0.056 off at 4 to 28
-layers, 0.068 at 94, and 0.15 with experts at 28; one product's weight scale twice too large, or one layer's gradients
-halved, 0.57 to 2.3: the bound is half-way in log from 0.15 to 0.57. Delayed scaling without warm-up (0.17) hides, as
-does one expert of many. Projections onto bfloat16's gradients leave less between: 0.46 at 94 layers, 0.63 for a wrong
-scale."""
+"""FP8 against bfloat16: |log2| of the ratio of a gradient's norms, of the worst matrix; 0.3 is a ratio of 1.23.
+Rounding turns gradients more than it stretches them. By emulation sound FP8 is at most 0.056 off at 4 to 28 layers,
+0.068 at 94, and 0.15 with experts at 28. A weight scale twice too large in one product, or halved gradients of one
+layer, give 0.57 to 2.3: the bound is half-way in log from 0.15 to 0.57. It does not catch delayed scaling without
+warm-up (0.17), nor one expert of many. Projections onto bfloat16's gradients separate less: 0.46 for sound FP8 at 94
+layers, 0.63 for a wrong scale."""
 _Measured: TypeAlias = tuple[list[np.ndarray], dict[str, Tensor]] | None
-"""Log-probabilities, and gradients by name. They are of the whole model, for which the host of eight ranks has no room
-eight times: None on all ranks but the first."""
+"""Log-probabilities, and gradients by name, of the whole model. None on all ranks but the first: the host of eight
+ranks has no room for eight copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ def _measure(
 def _differences(
     what: str, mine: _Measured, theirs: _Measured, bounds: Sequence[float], *, spread: bool = False
 ) -> list[GateResult]:
-    """Where both were measured; on the other ranks nothing. `spread`: log-probabilities over their deviation."""
+    """Empty on ranks without the measurements. `spread`: log-probabilities are divided by their standard deviation."""
     if mine is None or theirs is None:
         return []
     (my_logprobs, my_gradients), (logprobs, gradients) = mine, theirs
@@ -137,27 +135,28 @@ def _differences(
 
 
 def _worst_scale(what: str, mine: _Measured, theirs: _Measured) -> list[GateResult]:
-    """Experts of a layer count as one, and routers not at all: rounding sends tokens elsewhere, which moved norms of
-    single experts by a factor of 2.9 and of routers, which are no FP8 product, by 1.4."""
+    """A layer's experts count as one matrix, and routers are left out: rounding sends tokens to other experts, which
+    moved norms of single experts by a factor of 2.9 and of routers, which are no FP8 product, by 1.4."""
     if mine is None or theirs is None:
         return []
     squares: dict[str, tuple[float, float]] = {}
     for name, gradient in theirs[1].items():
         if gradient.dim() > 1 and not name.endswith("gate.weight"):
-            mine_too, matrix = mine[1][name], re.sub(r"\.experts\.\d+\.", ".experts.", name)
+            my_gradient, matrix = mine[1][name], re.sub(r"\.experts\.\d+\.", ".experts.", name)
             a, b = squares.get(matrix, (0.0, 0.0))
-            squares[matrix] = a + float(mine_too.double().square().sum()), b + float(gradient.double().square().sum())
+            a, b = a + float(my_gradient.double().square().sum()), b + float(gradient.double().square().sum())
+            squares[matrix] = a, b
     off = {
-        name: abs(math.log2(a / b)) / 2 if a and b else math.inf  # squares
+        name: abs(math.log2(a / b)) / 2 if a and b else math.inf  # / 2: these are squares of norms
         for name, (a, b) in squares.items()
-        if a or b  # A of an adapter has none at first
+        if a or b  # an adapter's A has no gradient at first, as B is 0
     }
     worst = max(off, key=lambda name: (math.isnan(off[name]), off[name]))
     return [GateResult(f"{what}: gradients, |log2| of a norm's factor, most in {worst}", off[worst], SCALE_BOUND)]
 
 
 def _samples(config: Config, architecture: Architecture) -> list[TrainSample]:
-    """Lengths up to a quarter of the cap, none aligned to anything; the denominator of a token mean."""
+    """Samples of unaligned lengths, at most a quarter of the cap, with the denominator of a token mean."""
     longest = max(min(config.packing.max_tokens_per_microbatch // 4, architecture.max_positions, 4096) - 9, 1)
     lengths = SampleLengths(_SAMPLES, max(longest / 4, 2), 0.9, longest, (8, 8))
     samples = random_samples(lengths, architecture.vocab_size, config.seed)

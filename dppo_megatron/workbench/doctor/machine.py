@@ -1,6 +1,6 @@
-"""What is installed, what a machine allows, how its GPUs are, and what moves bytes: shared memory, copies, collectives.
+"""Checks of one machine: packages, limits, state of its GPUs, and what moves bytes: shared memory, copies, collectives.
 
-Limits and GPUs are judged from numbers and text that a test can give as well. Links are tried with a few bytes.
+Limits and GPUs are judged by functions of numbers and text, which tests can call without such a machine.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _PACKAGES = {
     "sglang": "only where the rollout engine runs",
 }
 _HEAD_DIM = 128
-"""Of most models in use; what decides whether a flash kernel can serve."""
+"""Head dimension of most models in use; it decides whether a flash kernel can serve."""
 _RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 _DOCKERS_SHM, _ENOUGH_SHM = 64 << 20, 1 << 30
-"""What Docker gives by default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
+"""Bytes: Docker's default; NCCL's segments beside vLLM's ring of 10 chunks of 16 MiB a server."""
 _OWN_FILES = 512
-"""Open files of a rank without its peers."""
+"""Open files of a rank, not counting the sockets to its peers."""
 _GPU_FIELDS = "index,clocks.sm,clocks.max.sm,clocks_event_reasons.active,ecc.errors.uncorrected.volatile.total"
 _SLOWED = {0x08: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
-"""NVML's bits. The others are no trouble: idle, the power cap under load, clocks set by hand."""
+"""NVML's clock events that mean trouble. The others are normal: idle, the power cap under load, clocks set by hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class CheckRow:
     detail: str
     """What was found; for a warning or a fault also what would be right."""
     gb_s: float | None = None
-    """A speed; rank 0 compares it with the other ranks'."""
+    """A measured speed, which rank 0 compares across ranks."""
     ranks: str = ""
-    """Whose it is, in the job's report; empty: everybody's."""
+    """In the job's report, the ranks that it is true of; empty: all."""
 
 
 def report() -> list[tuple[str, str]]:
@@ -78,9 +78,9 @@ def report() -> list[tuple[str, str]]:
     spec, reason = machine.choose_layer_spec("auto", "off", has_experts=False)
     lacks = {recipe: machine.lacks_for_fp8(recipe) for recipe in _RECIPES}
     available = ", ".join(recipe for recipe in _RECIPES if not lacks[recipe])
-    of_mixtures = machine.choose_layer_spec("auto", "off", has_experts=True)[0]
+    mixture_spec = machine.choose_layer_spec("auto", "off", has_experts=True)[0]
     kinds = "mixtures and FP8" if available else "mixtures"
-    others = f"; {kinds}: {of_mixtures} (slow attention)" if of_mixtures != spec else ""
+    others = f"; {kinds}: {mixture_spec} (slow attention)" if mixture_spec != spec else ""
     rows = [
         ("python", python_platform.python_version()),
         *((name, _version(name, purpose)) for name, purpose in _PACKAGES.items()),
@@ -107,7 +107,7 @@ def faults() -> list[str]:
 
 
 def environment(variables: Mapping[str, str], device: str) -> str:
-    """What the variables that Megatron and torch read on CUDA are, and what would be better."""
+    """The variables that Megatron and torch read on CUDA, and better values for them."""
     if device == "cpu":
         return "nothing to set on a CPU"
     connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
@@ -146,11 +146,11 @@ def _device() -> str:
 
 
 def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
-    """Limits of this process; of its machine's first rank also what all of them share."""
-    wires = Path("/sys/class/infiniband")
+    """Limits of this process; on a machine's first rank also what all its ranks share."""
+    infiniband = Path("/sys/class/infiniband")
     rows = [
         files_row(resource.getrlimit(resource.RLIMIT_NOFILE)[1], world_size),
-        locked_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], wires.is_dir() and any(wires.iterdir())),
+        locked_row(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], infiniband.is_dir() and any(infiniband.iterdir())),
     ]
     if why := why_gpus_are_unused():
         rows.append(CheckRow("GPUs", "fault", why))
@@ -158,7 +158,7 @@ def machine_rows(world_size: int, *, first_here: bool) -> list[CheckRow]:
 
 
 def files_row(hard: int, world_size: int) -> CheckRow:
-    """`ulimit -Hn`, to which ranks raise their own; -1: none. gloo has a socket for each other rank."""
+    """`ulimit -Hn`, to which ranks raise their soft limit; -1: no limit. gloo has a socket for each other rank."""
     needed, detail = _OWN_FILES + world_size, f"{'unlimited' if hard < 0 else hard} open files (hard limit)"
     if hard < 0 or hard >= needed:
         return CheckRow("ulimit -n", "ok", detail)
@@ -167,7 +167,7 @@ def files_row(hard: int, world_size: int) -> CheckRow:
 
 
 def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
-    """`ulimit -l`; -1: none."""
+    """`ulimit -l`; -1: no limit."""
     detail = f"{'unlimited' if soft_bytes < 0 else f'{soft_bytes} bytes'} may be locked"
     if soft_bytes < 0 or not has_infiniband:
         return CheckRow("ulimit -l", "ok", detail)
@@ -176,7 +176,7 @@ def locked_row(soft_bytes: int, has_infiniband: bool) -> CheckRow:
 
 
 def shm_row(free: int) -> CheckRow:
-    """Bytes of shared memory for NCCL and the engines."""
+    """Shared memory for NCCL and the engines; `free` in bytes."""
     detail = f"{free >> 20:,} MiB free"
     if free >= _ENOUGH_SHM:
         return CheckRow("/dev/shm", "ok", detail)
@@ -206,7 +206,7 @@ def gpu_rows(text: str) -> list[CheckRow]:
     bits = {index: int(reasons, 16) for index, _, _, reasons, _ in cards if reasons.startswith("0x")}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
     if named := "; ".join(f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons):
-        rows[0] = CheckRow("clocks", "warning", f"{named}: look after cooling and power, or leave the node out")
+        rows[0] = CheckRow("clocks", "warning", f"{named}: check cooling and power, or leave the node out")
     if broken := ", ".join(f"GPU {index}: {errors}" for index, *_, errors in cards if errors.isdigit() and int(errors)):
         detail = f"uncorrected errors ({broken}): have the GPU reset, or leave the node out"
         rows[1] = CheckRow("ECC", "fault", detail)
@@ -221,7 +221,7 @@ _REPEATS = 5
 
 
 def server_rows(config: Config | None, device: torch.device, timeout_s: float) -> list[CheckRow]:
-    """Start the servers' Python with a server's variables, have it map memory of this rank, compare both NCCLs."""
+    """Start the servers' Python with a server's variables, let it map memory of this rank, and compare both NCCLs."""
     if config is not None and config.rollout.servers.launch != "local":
         detail = "none is started here; running ones are compared when a job connects to them"
         return [CheckRow("servers", "ok", detail)]
@@ -230,29 +230,29 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
         channel, python = config.rollout.sync.channel, config.rollout.servers.python or python
         is_shared = channel == "ipc" or config.rollout.servers.colocate
         variables |= make_servers(config)[0].variables
-        variables.pop("CUDA_VISIBLE_DEVICES", None)  # a server's may leave this rank's GPU out
+        variables.pop("CUDA_VISIBLE_DEVICES", None)  # the server's value may hide this rank's GPU
     buffer = SharedBuffer(_SHARED_BYTES, device)
     content = torch.randint(256, (_SHARED_BYTES,), dtype=torch.uint8)
     buffer.fill(content.to(device))
     try:
         answer = _ask(python, variables, json.dumps(buffer.handle()), timeout_s)
-        came_back = torch.equal(buffer.memory.cpu(), 255 - content)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # the last: torch loads slowly (--limit-s)
+        is_inverted = torch.equal(buffer.memory.cpu(), 255 - content)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # a timeout: torch loads slowly (--limit-s)
         verdict: Verdict = "warning" if isinstance(error, subprocess.TimeoutExpired) else "fault"
-        return [CheckRow("servers' Python", verdict, f"rollout.servers.python: {python} cannot be asked: {error}")]
+        return [CheckRow("servers' Python", verdict, f"rollout.servers.python: {python} does not answer: {error}")]
     finally:
         buffer.close()
     what = "CUDA IPC" if device.type == "cuda" else "shared memory"
-    shared = CheckRow(what, "ok", f"{python} reads and writes this rank's")
-    if not came_back:
+    shared = CheckRow(what, "ok", f"{python} reads and writes this rank's memory")
+    if not is_inverted:
         advice = ipc_warning() or "; let the container share IPC and process namespaces, or choose disk"
         detail = f"{python}: {answer.get('error') or 'other bytes came back'}{advice} (rollout.sync.channel)"
         shared = CheckRow(what, "fault" if is_shared else "warning", detail)
-    both = CheckRow("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
-    if unlike := dppo_wire.nccl_difference(answer["nccl"]):
-        detail = f"{unlike}: make them equal, or choose another rollout.sync.channel than nccl"
-        both = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", detail)
-    return [shared, both]
+    nccl = CheckRow("NCCL of both ends", "ok", answer["nccl"].get("version", "none in rollout.servers.python"))
+    if difference := dppo_wire.nccl_difference(answer["nccl"]):
+        detail = f"{difference}: make them equal, or choose another rollout.sync.channel than nccl"
+        nccl = CheckRow("NCCL of both ends", "fault" if channel == "nccl" else "warning", detail)
+    return [shared, nccl]
 
 
 def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) -> dict[str, Any]:
@@ -267,14 +267,14 @@ def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) 
 
 
 def attention_rows(device: torch.device) -> list[CheckRow]:
-    """Transformer Engine's attention over a pack of two sequences, forwards and backwards: it imports beside a cuDNN
-    that it cannot use, and fails in a job's first step. Nothing where dense models take other layers."""
+    """Run Transformer Engine's attention over a pack of two sequences, forwards and backwards: with a cuDNN that it
+    cannot use it still imports, and fails in a job's first step. Empty where dense models use local layers."""
     if device.type == "cpu" or this_machine().choose_layer_spec("auto", "off", has_experts=False)[0] == "local":
         return []
     from transformer_engine.pytorch import DotProductAttention
 
-    of: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    query, key, value = (torch.randn(64, heads, 64, **of) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.randn(64, heads, 64, **options) for heads in (4, 2, 2))
     ends = torch.tensor([0, 30, 64], dtype=torch.int32, device=device)
     try:
         layer = DotProductAttention(4, 64, num_gqa_groups=2, attn_mask_type="padding_causal", qkv_format="thd")
@@ -283,20 +283,20 @@ def attention_rows(device: torch.device) -> list[CheckRow]:
         torch.cuda.synchronize(device)
     except Exception as error:  # whatever a kernel raises
         detail = f"Transformer Engine's over packs fails: {' '.join(str(error).split())[:300]}; cuDNN is torch's unless"
-        detail += " CUDNN_HOME or CUDNN_PATH names another; actor.layer_spec=local does without"
+        detail += " CUDNN_HOME or CUDNN_PATH names another; actor.layer_spec=local does not need it"
         return [CheckRow("attention", "fault", detail)]
     return [CheckRow("attention", "ok", "Transformer Engine's over packs, forwards and backwards")]
 
 
 def copy_rows(device: torch.device) -> list[CheckRow]:
-    """GB/s of copies between pinned host memory and a GPU, all ranks at once, as an offload does them."""
+    """GB/s of copies between pinned host memory and a GPU, all ranks at once, as in an offload."""
     if device.type == "cpu":
         return []
     host = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    other = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    gpu = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     rows = []
-    for what, to, of in (("pinned memory to GPU", other, host), ("GPU to pinned memory", host, other)):
-        speed = _gb_s(partial(to.copy_, of), _COPIED_BYTES)
+    for what, target, source in (("pinned memory to GPU", gpu, host), ("GPU to pinned memory", host, gpu)):
+        speed = _gb_s(partial(target.copy_, source), _COPIED_BYTES)
         rows.append(CheckRow(what, "ok", f"{speed:.1f} GB/s, all ranks at once", speed))
     return rows
 

@@ -15,7 +15,7 @@ from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.workbench.planning.shares import Degrees
 
 Kernels: TypeAlias = Literal["te", "local", "cpu"]
-"""Whose operations: Transformer Engine's layers, Megatron's own with this project's attention on CUDA, or on a CPU,
+"""The layers that run: Transformer Engine's; Megatron's own with this project's attention on CUDA; or these on a CPU,
 where norms are composed of several operations and attention gathers sequences."""
 
 Saved: TypeAlias = dict[str, float]
@@ -33,7 +33,7 @@ class Pass:
     architecture: Architecture
     degrees: Degrees
     tokens: int
-    """Of the whole micro-batch; context and sequence parallelism split them."""
+    """Tokens of the whole micro-batch, before context and sequence parallelism split them."""
     bytes_each: int
     """Bytes of an activation: 2 in bfloat16, 4 in float32."""
     kernels: Kernels
@@ -66,7 +66,7 @@ class Pass:
 
     @property
     def inner_elements(self) -> float:
-        """Elements between the products of a feed-forward layer on this rank, or of the experts of its tokens."""
+        """Elements between the two products of a feed-forward layer, or of the experts, on this rank."""
         experts = self.architecture.experts
         if experts is None:
             return self.local * self.architecture.ffn_size / self.degrees.tensor
@@ -74,7 +74,7 @@ class Pass:
 
     @property
     def expert_rows(self) -> float:
-        """Tokens of this rank's experts, counted once for each that they visit."""
+        """Rows that this rank's experts process: a token counts once for each expert that it visits."""
         experts = self.architecture.experts
         visits = experts.per_token * self.degrees.expert_tensor if experts else 0
         return self.sharded * visits * (self.imbalance if self.degrees.expert > 1 else 1.0)
@@ -103,7 +103,7 @@ _FREED = {
         *("norm before the router", "norm before the router, inverse root", "input of the router"),
     ),
 }
-"""What recomputing a module frees. The experts' input is the router's."""
+"""Tensors that recomputing a module frees. The experts' input is the router's."""
 _FREED_WITH_TE = _FREED | {
     "mlp": (*_FREED["mlp"], "input of fc1", "norm before fc1, inverse root"),
     "layernorm": ("input of the router", "norm before the router, inverse root"),
@@ -112,7 +112,7 @@ _FREED_WITH_TE = _FREED | {
 
 
 def layer_saved(one: Pass) -> Saved:
-    """What one transformer layer keeps without recomputation; the few dense ones of a mixture count like the others."""
+    """What one transformer layer keeps without recomputation; a mixture's few dense layers count like the others."""
     saved = _norm(one, "input norm") | {"input of qkv": one.hidden_bytes} | _attention(one)
     if one.architecture.norms_behind:
         saved |= _norm(one, "norm behind attention") | _norm(one, "norm behind fc2")
@@ -126,7 +126,7 @@ def layer_saved(one: Pass) -> Saved:
         "input of the router": one.hidden_bytes,
         "shared experts": 5 * one.local * experts.shared_ffn_size / one.degrees.tensor * one.bytes_each
         + (one.hidden_bytes if experts.shared_gate else 0),
-        # probabilities float32 and a mask of all experts, and of the chosen ones index, score, weight, place
+        # for all experts a float32 probability and a mask; for the chosen ones index, score, weight and place
         "router": one.sharded * (experts.count * 5 + experts.per_token * 24),
         "input of the experts": one.expert_rows * one.architecture.hidden_size * one.bytes_each,
         "output of the experts' fc1": 2 * inner,
@@ -145,7 +145,7 @@ def layer_kept(one: Pass, actor: ActorConfig) -> Saved:
         for module in modules:
             for name in (_FREED_WITH_TE if one.kernels == "te" else _FREED).get(module, ()):
                 saved.pop(name, None)
-        # inputs from which they are recomputed, where nothing else keeps them
+        # the inputs from which the modules are recomputed, where nothing else keeps them
         if "core_attn" in modules:  # before rotation; values, and keys that have no norm, are views of qkv's output
             queries, keys, qkv, copied = _heads(one)
             own = (queries + keys) if one.architecture.qk_norm else copied
@@ -156,12 +156,12 @@ def layer_kept(one: Pass, actor: ActorConfig) -> Saved:
 
 
 def _heads(one: Pass) -> tuple[float, float, float, float]:
-    """Elements on this rank: queries; keys, or values; qkv's output, of which they are parts; queries that are no view
-    of it.
+    """Elements on this rank: queries; keys, as many as values; qkv's output, which has all three; queries that had to
+    be copied out of it.
 
-    With fewer key-value heads than tensor-parallel ranks, Megatron gathers all of the output on every rank. It lays it
-    out by groups: queries, keys, values of one, then of the next. So queries are views where there is one group, and
-    where each group has one head.
+    With fewer key-value heads than tensor-parallel ranks, Megatron gathers the whole output on every rank. The output
+    is laid out by groups: queries, keys, values of one group, then of the next. So queries are views of it where there
+    is one group, and where each group has one head.
     """
     a, ranks = one.architecture, one.degrees.tensor
     queries = one.local * a.num_heads / ranks * a.head_dim
@@ -239,16 +239,16 @@ def head_bytes(
     trained: bool = True,
     in_place: bool = True,
 ) -> tuple[float, float]:
-    """(logits, the rest) at the peak of the output layer, which `actor/logprobs.py` runs over chunks of tokens.
+    """Bytes (of logits, of the rest) at the peak of the output layer, in chunks of tokens (`actor/logprobs.py`).
 
     Forward: a float32 chunk of logits and its exponentials, or only the product where a kernel fuses the rest
-    (actor.logprob_kernel). Backward, two moments can be the peak: making a chunk's gradient, with that of the chunk
-    before still referred to, and adding its product to the weight's gradient.
+    (actor.logprob_kernel). Backward, two moments can be the peak: making a chunk's gradient while the previous chunk's
+    is still referenced, and adding its product to the weight's gradient.
 
     Args:
         trained: the weight has a gradient; with adapters it has none.
-        in_place: products are added to Megatron's float32 buffer, which is counted among gradients; else, beside one in
-            bfloat16, to a float32 tensor of their own.
+        in_place: products are added to Megatron's float32 buffer, which counts among gradients. Otherwise that buffer
+            is in bfloat16, and they are added to a float32 tensor of their own.
 
     Example: bfloat16 with several chunks and an entropy term, backward: 2 bytes an element of the old gradient, 4 of
     the logits, 4 of the probabilities and 2 of the rounded gradient: 12.

@@ -1,4 +1,4 @@
-"""What would make a job smaller, or faster: each setting that could, tried by planning again with it."""
+"""Settings that would make a job smaller, or faster: each is tried by planning again with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dppo_megatron.workbench.planning.memory import plan_memory
 from dppo_megatron.workbench.planning.site import GIB, Site
 from dppo_megatron.workbench.planning.timing import Speeds, Timing, plan_timing
 
-_LEAST, _FASTER = 0.5 * GIB, 0.01
-"""Bytes of the largest phase, and share of a step: less is not worth a change."""
+_MIN_BYTES, _MIN_SHARE = 0.5 * GIB, 0.01
+"""Bytes of the largest phase, and share of a step: a change that saves less is not worth it."""
 _GPUS = "--gpus"
 _SHARE, _TENSOR, _DATA = "--gpu-memory-utilization", "--tensor-parallel-size", "--data-parallel-size"
 _CAP, _RECOMPUTE = "packing.max_tokens_per_microbatch", "actor.recompute"
 _FP8 = "rollout.quantization"
 _FEWEST_TOKENS = 4096
-"""Smaller micro-batches are not said to be faster: products of fewer rows are slower, which the seconds here do not
-know."""
+"""Smaller micro-batches are never advised as faster: products of fewer rows are slower, which the predicted seconds
+leave out."""
 _Settings: TypeAlias = dict[str, Any]
 """Values by key; `--gpus`, and options that are in rollout.servers.args, begin with `--`."""
 _DEGREES = {
@@ -48,9 +48,9 @@ class SettingAdvice:
     total: float
     """Bytes of the largest phase with it."""
     price: str = ""
-    """What it costs, of one that makes the job smaller."""
+    """What it costs, if it makes the job smaller."""
     step_s: float = 0.0
-    """Seconds of a step with it, of one that makes the job faster."""
+    """Seconds of a step with it, if it makes the job faster."""
 
 
 def advise(
@@ -62,38 +62,37 @@ def advise(
     speeds: Speeds,
     now: Timing | None,
 ) -> tuple[list[SettingAdvice], list[SettingAdvice], list[SettingAdvice]]:
-    """Changes that lower the largest phase by half a GiB or more, those with which the job fits and a step is a
-    hundredth shorter or more, and those that help a job that does not fit; the best first. `now`: of the job as it is,
-    None where that is not known."""
+    """Three lists, the best change first: those that lower the largest phase by at least half a GiB; those with which
+    the job fits and a step is at least 1 % shorter; those that help a job that does not fit. `now`: the timing of the
+    job as it is, None if unknown."""
     as_is = plan_memory(config, architecture, site, lengths.sequence)
     total, problems = as_is.largest.total, len(as_is.problems(site))
     smaller: list[SettingAdvice] = []
     helps: list[SettingAdvice] = []
     faster: dict[str, SettingAdvice] = {}
     for settings, price in _changes(config, site):
-        kind, change = next(iter(settings)), _written(settings)
-        there = replace(site, gpus=settings.get(_GPUS, site.gpus))
-        changed = _changed(config, settings)
+        kind, change = next(iter(settings)), _command_line(settings)
+        changed, changed_site = _changed(config, settings), replace(site, gpus=settings.get(_GPUS, site.gpus))
         try:
             check_values(changed, "plan")
-            check_actor(changed, architecture, there.gpus, machine)
-            memory = plan_memory(changed, architecture, there, lengths.sequence)
-        except UserError:  # it contradicts another setting, or these GPUs cannot have it with this model
+            check_actor(changed, architecture, changed_site.gpus, machine)
+            memory = plan_memory(changed, architecture, changed_site, lengths.sequence)
+        except UserError:  # it contradicts another setting, or is impossible with these GPUs and this model
             continue
-        if price and total - memory.largest.total >= _LEAST:
+        if price and total - memory.largest.total >= _MIN_BYTES:
             smaller.append(SettingAdvice(change, memory.largest.total, price))
-        left = len(memory.problems(there))
-        if left < problems:
+        remaining = len(memory.problems(changed_site))
+        if remaining < problems:
             helps.append(SettingAdvice(change, memory.largest.total))
-        fits = not problems and not left
-        # the first of a kind that fits does least to the rest
+        fits = not problems and not remaining
+        # of a kind, the first that fits: it changes the other settings least
         if now and fits and kind not in (*faster, _GPUS) and settings.get(_CAP, _FEWEST_TOKENS) >= _FEWEST_TOKENS:
             cost = None if kind.startswith("--") or kind == _FP8 else now.rollout
             timing = plan_timing(changed, architecture, site, memory.engine, lengths, speeds, cost)
-            if timing and timing.step_s <= now.step_s * (1 - _FASTER):
+            if timing and timing.step_s <= now.step_s * (1 - _MIN_SHARE):
                 faster[kind] = SettingAdvice(change, memory.largest.total, step_s=timing.step_s)
     smaller.sort(key=lambda one: one.total)
-    # of a GPU less is a help even if it is not enough; a node's memory and a server's cache are no part of the phases
+    # on a GPU that is too small, any saving helps; a node's memory and a server's cache are not among the phases
     helps = smaller if total > site.gpu_memory else helps
     return smaller, sorted(faster.values(), key=lambda one: one.step_s), helps
 
@@ -110,7 +109,7 @@ def _changed(config: Config, settings: _Settings) -> Config:
     return one
 
 
-def _written(settings: _Settings) -> str:
+def _command_line(settings: _Settings) -> str:
     key = next(iter(settings))
     if key.startswith("--"):
         flags = " ".join(f"{flag} {value}" for flag, value in settings.items())
@@ -119,8 +118,8 @@ def _written(settings: _Settings) -> str:
 
 
 def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
-    """(settings, what they cost), of those that begin with the same key the fastest first. Those without a price are
-    tried for their seconds only."""
+    """(settings, what they cost); of those with the same first key, the fastest first. Those without a price are tried
+    only for speed."""
     actor, cap, args = config.actor, config.packing.max_tokens_per_microbatch, config.rollout.servers.args
     given = {flag: float(args[args.index(flag) + 1]) for flag in (_SHARE, _TENSOR, _DATA) if flag in args}
     multiple = packing_layout(actor, site.gpus).microbatch_multiple
@@ -141,7 +140,7 @@ def _changes(config: Config, site: Site) -> Iterator[tuple[_Settings, str]]:
         yield {"actor.optimizer.cpu_offload": 1}, "an optimizer step on the host"
     for name, price in _DEGREES.items():
         key, size = f"actor.layout.{name}_parallel", getattr(actor.layout, f"{name}_parallel")
-        if name != "tensor" or 2 * size <= site.ranks_per_node:  # in every layer over the network is never faster
+        if name != "tensor" or 2 * size <= site.ranks_per_node:  # across nodes it is never faster
             yield {key: 2 * size}, price
         if size > 1:
             yield {key: size // 2}, ""

@@ -30,9 +30,9 @@ from dppo_megatron.workbench.planning.shares import active_parameters, whole_mod
 from dppo_megatron.workbench.planning.site import ENGINE_WORK_BYTES, SLEEPING_BYTES, Site
 
 BANDWIDTH_SHARE = 0.7
-"""Of the data sheet's bandwidth that decoding reaches; docs/plan.md says what it was fitted to."""
+"""Share of the data sheet's bandwidth that decoding reaches; docs/plan.md says what it was fitted to."""
 FLOPS_SHARE = 0.5
-"""Of the data sheet's FLOPs in products of a few hundred rows. An assumption."""
+"""Share of the data sheet's FLOPs that products of a few hundred rows reach. An assumption."""
 ITERATION_S = 0.004
 """Scheduling, launching and sampling of one iteration, whatever its batch. An assumption."""
 SEQUENCE_S = 12e-6
@@ -40,17 +40,17 @@ SEQUENCE_S = 12e-6
 ALL_REDUCE_S = 15e-6
 """One of the two all-reduces of a layer inside a replica. An assumption, for NVLink."""
 LINK_SHARE = 2 / 3
-"""Of NVLink's bandwidth in one direction. An assumption."""
+"""Share of NVLink's bandwidth in one direction that transfers reach. An assumption."""
 NETWORK_BYTES_S = 40e9
-"""Of a GPU's own 400 Gb/s adapter between nodes, four fifths. An assumption."""
+"""Between nodes: four fifths of a GPU's own 400 Gb/s adapter. An assumption."""
 EXPERTS_S = 100e-6
-"""Routing, sorting and the second launch of a layer of experts. Fitted likewise."""
+"""Routing, sorting and the second launch of a layer of experts. Fitted as BANDWIDTH_SHARE is."""
 _EMBEDDED_LAYER_S = 5e-4
 """A layer of the embedded engine, which launches each kernel from Python. An assumption."""
 DEFAULT_SHARE = 0.9
 """vLLM's and SGLang's own defaults are 0.85 to 0.92 by version and model; give it in rollout.servers.args."""
 _GROWTH = 1.5
-"""The embedded engine's cache grows by half of what is there (`rollout/decoder.py`)."""
+"""The embedded engine's cache grows by half of its size (`rollout/decoder.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class EnginePlan:
 
     kind: str
     gpus: int
-    """All that generate."""
+    """All GPUs that generate."""
     tensor: int
-    """Over how many GPUs a replica is split."""
+    """GPUs over which a replica is split."""
     colocated: bool
     weights: float
     synced: float
@@ -101,7 +101,7 @@ class EnginePlan:
         return max(1, self.gpus // self.tensor)
 
     def held(self, context: FloatArray) -> FloatArray:
-        """Of sequences with `context` [...] tokens: so many tokens of all layers would take as many bytes."""
+        """What sequences of `context` [...] tokens cache, in tokens of all layers: layers with windows keep fewer."""
         return context - self.windowed * np.maximum(context - self.window, 0.0)
 
     @property
@@ -131,7 +131,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     rollout, layers, experts = config.rollout, architecture.num_layers, architecture.experts
     embedded, is_vllm = rollout.engine == "hf", rollout.engine == "vllm"
     arguments = () if embedded else rollout.servers.args
-    given, split = read_options(arguments, _OPTIONS), read_split(arguments)
+    options, split = read_options(arguments, _OPTIONS), read_split(arguments)
     tensor, is_fp8 = split.heads, rollout.quantization != "off"  # a group of attention is an engine of its own
     if is_fp8 and rollout.servers.launch == "local":
         check_split(rollout, architecture)
@@ -139,27 +139,27 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
     together, width = (split.replicas if is_vllm else split.attention) if experts else 1, 1 if is_fp8 else each
     # quantization leaves embedding and output layer as they are
     rows = architecture.vocab_size * architecture.hidden_size
-    ends = rows if architecture.tied_embeddings else 2 * rows
+    unquantized = rows if architecture.tied_embeddings else 2 * rows
     of_experts = whole_model(architecture, experts=True) * width / (tensor * together)
-    dense = (ends * each + (whole_model(architecture, experts=False) - ends) * width) / tensor
+    dense = (unquantized * each + (whole_model(architecture, experts=False) - unquantized) * width) / tensor
     cached = replace(architecture, latent=None) if embedded else architecture  # the embedded engine keeps them expanded
     windows = _windows(architecture, arguments) if is_vllm else []
-    per_token = cache_per_token(cached, tensor, 1 if given["cache"].startswith("fp8") else each)
+    per_token = cache_per_token(cached, tensor, 1 if options["cache"].startswith("fp8") else each)
     limit = rollout.limits.max_concurrent_sequences
     if embedded:
         gpus, fixed_s, sequence_s = site.gpus, _EMBEDDED_LAYER_S * layers, 0.0
         limit = min(limit, -(-rollout.prompts_per_step * rollout.completions_per_prompt // gpus))
         cache = _GROWTH * per_token * limit * longest
-        # logits, the same in float32, and their exponentials
+        # logits, a float32 copy of them, and their exponentials
         budget = dense + of_experts + cache + limit * architecture.vocab_size * (each + 8)
     else:
-        if rollout.servers.launch == "local":  # those of `serve` are on machines of their own
+        if rollout.servers.launch == "local":  # servers of `serve` are on machines of their own
             _check_devices(rollout.servers, site)
         named = [gpu for group in rollout.servers.gpus for gpu in group.split(",")]
         on_node = len(named) or rollout.servers.count * split.gpus
         gpus = on_node * site.nodes if rollout.servers.launch == "local" else site.engine_gpus
-        given_each = (given["sequences"] or 0) // split.attention
-        limit, budget = min(limit, given_each or limit), given["share"] * site.gpu_memory
+        of_one_engine = (options["sequences"] or 0) // split.attention
+        limit, budget = min(limit, of_one_engine or limit), options["share"] * site.gpu_memory
         cache = max(0.0, budget - dense - of_experts - ENGINE_WORK_BYTES)
         fixed_s, sequence_s = ITERATION_S + (2 * layers * ALL_REDUCE_S if split.tensor > 1 else 0.0), SEQUENCE_S
     # a ring sends (t - 1) / t of the hidden state twice in each of two all-reduces
@@ -182,7 +182,7 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
         behind_one=split.replicas if is_vllm else 1,
         fixed_s=fixed_s + (layers * EXPERTS_S if experts else 0.0),
         sequence_s=sequence_s,
-        # of an input embedding only the rows of a batch are read
+        # only the batch's rows of an input embedding are read
         weights_s=(dense - (0 if architecture.tied_embeddings else rows * each / tensor)) / bandwidth,
         experts_s=of_experts / bandwidth,
         missed=1.0 - experts.per_token / experts.count if experts else 1.0,
@@ -193,8 +193,8 @@ def plan_engine(config: Config, architecture: Architecture, site: Site, longest:
 
 
 def _check_devices(servers: ServersConfig, site: Site) -> None:
-    """Raise UserError for devices of launched servers that the trainer's nodes do not have, or that train. Those named
-    by UUID are not looked at."""
+    """Raise UserError for devices of launched servers that the trainer's nodes do not have, or that train. Devices
+    named by UUID are not checked."""
     if servers.colocate and servers.count > 1 and not servers.gpus:
         raise UserError(
             f"rollout.servers.gpus is empty: all {servers.count} servers would start on a node's first GPU; give each"
@@ -210,10 +210,10 @@ def _check_devices(servers: ServersConfig, site: Site) -> None:
 
 
 def _windows(architecture: Architecture, arguments: Sequence[str]) -> list[int]:
-    """Of each layer of which vLLM keeps no more than its window.
+    """The window of each layer of which vLLM caches no more than that.
 
-    It frees blocks that lie behind one (SlidingWindowManager; 0.32.0, on GPUs, unless an argument turns that off). Not
-    counted are layers that it adds to make its groups of layers equal: it has room for 60 in place of Gemma 3 27B's 52.
+    It frees blocks that have left a window (SlidingWindowManager; 0.32.0, on GPUs, unless an argument turns that off).
+    Not counted are layers that it adds to make its groups of layers equal, such as 60 in place of Gemma 3 27B's 52.
     """
     if named_option(arguments, ("--disable-hybrid-kv-cache-manager",)):
         return []
@@ -221,8 +221,8 @@ def _windows(architecture: Architecture, arguments: Sequence[str]) -> list[int]:
 
 
 def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) -> float:
-    """Bytes of one token's keys and values on one of `tensor` GPUs; a head is never split, but copied. Servers keep
-    latent attention's compressed, on each GPU."""
+    """Bytes of one token's keys and values on one of `tensor` GPUs; a head is copied rather than split. Servers cache
+    latent attention's compressed, all of it on each GPU."""
     if architecture.latent is not None:
         return architecture.num_layers * (architecture.latent.rank + architecture.latent.turning_dim) * bytes_each
     heads = max(architecture.num_kv_heads / tensor, 1)
@@ -238,8 +238,8 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], type, Any, str]] = {
 
 
 SPREAD = 0.6
-"""Sigma of the logarithm between prompts, and again within a prompt's completions. An assumption; `--trace` takes those
-of a run."""
+"""Sigma of log lengths between prompts, and again within a prompt's completions. An assumption; `--trace` takes a run's
+lengths instead."""
 _GROUPS = 512
 
 
@@ -284,9 +284,9 @@ def capped(shape: FloatArray, mean: float, cap: int) -> IntArray:
 _STEPS = 48
 """Pieces into which the longest completion is divided; an iteration's seconds are taken as constant within one."""
 _ELEMENTS = 8192
-"""Sequences that are simulated at most: of a larger rollout as many replicas as hold them, since all are alike."""
+"""At most so many sequences are simulated: of a larger rollout only some replicas, since all are alike."""
 _DRAWS = 8
-"""Parts of the population over which a step is averaged. So many steps that stream are in one round already."""
+"""Parts of the population over which a step is averaged; fewer where a simulated round has several steps already."""
 _SHARES = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5)
 """Of a whole step's prompts, where the curve of seconds over tokens has its corners."""
 ROOFLINE = (
@@ -298,10 +298,10 @@ ROOFLINE = (
 def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, replicas: int) -> float:
     """Seconds until the last of the groups' completions, lengths [groups, G], has ended on `replicas` equal replicas.
 
-    As trainers on several machines send them: a group is one request whose prompt is read once, groups go round the
-    servers, and a request that does not fit into `max_sequences` waits until a whole group has ended. One machine's
-    trainer spreads a group over its servers (`Work.spread`), in up to a tenth less. As engines run them: vLLM's
-    balancer chooses a replica for each completion of a group, and where the cache is full, those that came last wait.
+    The trainer is on several machines: a group is one request whose prompt is read once, groups go to the servers in
+    turn, and a request that does not fit into `max_sequences` waits until a whole group has ended. (On one machine it
+    spreads a group over its servers, `Work.spread`, which takes up to a tenth less.) As in the engines, vLLM's balancer
+    chooses a replica for each completion of a group, and where the cache is full, the latest arrivals wait.
     """
     if not len(lengths):
         return 0.0
@@ -312,43 +312,43 @@ def rollout_s(engine: EnginePlan, lengths: IntArray, prompt_tokens: float, repli
     room = max(engine.max_sequences // lengths.shape[1], 1)
     left = _assigned(lengths, replicas, room)
     clock, done = np.full(replicas, prefill_s), np.zeros_like(left)
-    before = np.zeros((replicas, left[0].size), dtype=np.bool_)
-    piece, most = max(1.0, float(lengths.max()) / _STEPS), engine.cache / engine.cache_per_token
-    while (going := left > 0).any():
-        asked = np.cumsum(going.any(axis=2), axis=1) <= room
-        running = (going & asked[:, :, None]).reshape(replicas, -1)
+    ran_before = np.zeros((replicas, left[0].size), dtype=np.bool_)
+    piece, capacity = max(1.0, float(lengths.max()) / _STEPS), engine.cache / engine.cache_per_token
+    while (unfinished := left > 0).any():
+        admitted = np.cumsum(unfinished.any(axis=2), axis=1) <= room
+        running = (unfinished & admitted[:, :, None]).reshape(replicas, -1)
         context = np.where(running, prompt_tokens + done.reshape(running.shape) + piece / 2, 0.0)
         held = engine.held(context)
-        running &= np.cumsum(held, axis=1) <= np.maximum(most, held.max(axis=1))[:, None]
-        makes = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
-        iterations = np.maximum(makes.max(axis=1), 1e-9)
-        sequences, cached = makes.sum(axis=1) / iterations, (makes * held).sum(axis=1) / iterations
+        running &= np.cumsum(held, axis=1) <= np.maximum(capacity, held.max(axis=1))[:, None]
+        new = np.where(running, np.minimum(left.reshape(running.shape), piece), 0.0)
+        iterations = np.maximum(new.max(axis=1), 1e-9)
+        sequences, cached = new.sum(axis=1) / iterations, (new * held).sum(axis=1) / iterations
         # a sequence that waited for room in the cache has lost its keys and values: they are computed again
-        back = np.where(running & ~before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
-        spent = iterations * engine.iteration_s(sequences, cached) + back * engine.token_s
-        clock, before = clock + np.where(sequences > 0, spent, 0.0), running
-        left, done = left - makes.reshape(left.shape), done + makes.reshape(left.shape)
+        again = np.where(running & ~ran_before & (done.reshape(running.shape) > 0), context, 0.0).sum(axis=1)
+        spent = iterations * engine.iteration_s(sequences, cached) + again * engine.token_s
+        clock, ran_before = clock + np.where(sequences > 0, spent, 0.0), running
+        left, done = left - new.reshape(left.shape), done + new.reshape(left.shape)
     return float(clock.max())
 
 
 def _assigned(lengths: IntArray, replicas: int, room: int) -> FloatArray:
-    """[replicas, groups of one, G]: the first groups go round, the next goes to the replica with the fewest tokens."""
+    """[replicas, groups of one, G] lengths: the first groups go round, each later one to where tokens are fewest."""
     loads = np.zeros(replicas)
-    of: list[list[int]] = [[] for _ in range(replicas)]
+    groups_of: list[list[int]] = [[] for _ in range(replicas)]
     totals = lengths.sum(axis=1).tolist()
     for group, total in enumerate(totals):
-        at = group % replicas if group < room * replicas else int(loads.argmin())
-        of[at].append(group)
-        loads[at] += total
-    held = np.zeros((replicas, max(map(len, of)), lengths.shape[1]))
-    for at, groups in enumerate(of):
-        held[at, : len(groups)] = lengths[groups]
-    return held
+        replica = group % replicas if group < room * replicas else int(loads.argmin())
+        groups_of[replica].append(group)
+        loads[replica] += total
+    assigned = np.zeros((replicas, max(map(len, groups_of)), lengths.shape[1]))
+    for replica, groups in enumerate(groups_of):
+        assigned[replica, : len(groups)] = lengths[groups]
+    return assigned
 
 
 def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: int = 1) -> RolloutCost:
-    """Seconds that a step of `groups` prompts generates by its tokens, up to one and a half of a whole step. Of so many
-    steps `together` that stream into one another: its share of the round in which all of them are generated."""
+    """Seconds that a step of `groups` prompts generates, by its tokens, up to those of one and a half whole steps.
+    Where `together` steps stream into one another, it is the step's share of the round that generates all of them."""
     groups, draws = groups * together, max(1, _DRAWS // together)
     drawn, replicas = lengths.drawn, engine.replicas
     most = max(1, _ELEMENTS // (drawn.shape[1] * -(-groups // replicas)))
@@ -357,12 +357,12 @@ def rollout_cost(engine: EnginePlan, lengths: Lengths, groups: int, together: in
     tokens, seconds = np.zeros(len(_SHARES)), np.zeros(len(_SHARES))
     each = groups / replicas * simulated
     order = random.permutation(len(drawn))
-    for draw in range(draws):  # each begins elsewhere in one order, so that together they are the whole population
+    for draw in range(draws):  # each starts elsewhere in one order, so that all draws together cover the population
         places = np.resize(np.roll(order, -draw * len(order) // draws), int(_SHARES[-1] * each) + 1)
         for at, share in enumerate(_SHARES):
             chosen = drawn[places[: max(1, round(share * each))]]
             tokens[at] += float(chosen.sum()) * replicas / simulated / draws
             seconds[at] += rollout_s(engine, chosen, lengths.prompt, simulated) / draws
-    rising = np.diff(tokens, prepend=0.0) > 0  # shares of a few groups may be the same groups
+    rising = np.diff(tokens, prepend=0.0) > 0  # two shares of few groups may round to the same groups
     seconds = np.maximum.accumulate(seconds)[rising] / together
     return RolloutCost((0.0, *(tokens[rising] / together).tolist()), (0.0, *seconds.tolist()))

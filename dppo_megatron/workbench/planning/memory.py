@@ -5,8 +5,8 @@
     log-probs    a forward pass that keeps nothing
     forward      what autograd keeps, up to the output layer
     backward     the same with one layer's working set, or the output layer's
-    step         weights, gradients, optimizer state, and float32 copies of what of it has 16 bits
-    checkpoint   the same; written from the host
+    step         weights, gradients, optimizer state, and float32 copies of 16-bit state
+    checkpoint   the same without copies; it is written from the host
 
 A colocated job frees gradients and moves the rest to the host before servers wake (`actor/offload.py`), so the first
 two rows hold no training state, and the log-probabilities hold weights only.
@@ -43,11 +43,11 @@ PARTS = ("weights", _FP8, "gradients", "optimizer", "activations", "logits", "en
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase on the GPU, or the node, that it needs most of."""
+    """One phase, on the GPU or the node where it needs the most memory."""
 
     name: str
     parts: dict[str, float]
-    """Bytes by one of `PARTS`, or for a node by what they are."""
+    """Bytes by part: one of `PARTS`, or on a node a description."""
     stage: int = 0
 
     @property
@@ -73,7 +73,7 @@ class MemoryPlan:
     phases: tuple[Phase, ...]
     """On a GPU of the trainer."""
     host: tuple[Phase, Phase]
-    """On a node: of every phase, under the name of the first, and of the checkpoint."""
+    """On a node: every phase but the checkpoint, under the name of the first; and the checkpoint."""
     engine: EnginePlan
 
     @property
@@ -84,14 +84,14 @@ class MemoryPlan:
     def problems(self, site: Site) -> list[str]:
         """Why it cannot fit, the largest phase first; empty if it does."""
         engine, phases = self.engine, sorted(self.phases, key=lambda phase: -phase.total)
-        found = [phase.over(site.gpu_memory, "a GPU's", 1) for phase in phases]
+        problems = [phase.over(site.gpu_memory, "a GPU's", 1) for phase in phases]
         if engine.gpus and engine.max_cached < engine.longest:
-            found.append(
+            problems.append(
                 f"the servers have {engine.cache / GIB:.1f} GiB for keys and values, less than the"
                 f" {engine.longest_bytes / GIB:.1f} of one sequence of {engine.longest} tokens"
             )
-        found += [phase.over(site.host_memory, "a node's", 0) for phase in self.host]
-        return [problem for problem in found if problem]
+        problems += [phase.over(site.host_memory, "a node's", 0) for phase in self.host]
+        return [problem for problem in problems if problem]
 
 
 def plan_memory(config: Config, architecture: Architecture, site: Site, mean_tokens: float) -> MemoryPlan:
@@ -121,8 +121,8 @@ def microbatches(config: Config, degrees: Degrees, mean_tokens: float) -> int:
 
 
 def _recorded_experts(config: Config, architecture: Architecture, degrees: Degrees, mean_tokens: float) -> float:
-    """Bytes on the host of a rank for the experts that a step replays, if nothing is pruned: those that an engine gives
-    are there for all layers and all tokens of the replica, the actor's own for its layers and tokens alone."""
+    """Bytes on a rank's host for the experts that a step replays, if nothing is pruned. An engine's are kept for all
+    layers and all tokens of the replica, the actor's own only for the rank's layers and tokens."""
     choices, replay = architecture.expert_choices, config.actor.routing_replay
     if choices is None or replay == "off":
         return 0.0
@@ -133,9 +133,9 @@ def _recorded_experts(config: Config, architecture: Architecture, degrees: Degre
 
 
 def state_bytes(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> dict[str, float]:
-    """Weights, gradients and optimizer state of a rank; the latter two of what is trained.
+    """Weights, gradients and optimizer state of a rank; the latter two only of what is trained.
 
-    Megatron's distributed optimizer shares 12 of the 18 bytes that a bfloat16 parameter takes, and lays parameters out
+    Megatron's distributed optimizer shards 12 of the 18 bytes that a bfloat16 parameter takes, and lays parameters out
     in buffers in which each begins at a multiple of 64 elements.
 
     Example: 1e9 parameters in bfloat16 on 8 replicas: 2 + 4 + 12 / 8 = 7.5 GB.
@@ -180,23 +180,23 @@ def host_copies(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) 
 
 
 def _pinned_pieces(share: Share, degrees: Degrees, actor: ActorConfig, kinds: list[int]) -> float:
-    """Pinned bytes of a rank that has, of each piece of a parameter that it updates, a block for each of `kinds`, bytes
-    of an element."""
-    found = 0.0
+    """Pinned bytes of a rank that keeps, for each piece of a parameter that it updates, a block for each of `kinds`
+    (bytes of an element)."""
+    total = 0.0
     for one in share.trained.tensors:
         ranks = _updaters(degrees, actor, one.is_expert)
         own = share.trained.count(experts=one.is_expert) / ranks
         piece = min(one.numel, max(own, 1.0))
-        found += one.numel * one.count / ranks / piece * sum(pinned(piece * kind) for kind in kinds)
-    return found
+        total += one.numel * one.count / ranks / piece * sum(pinned(piece * kind) for kind in kinds)
+    return total
 
 
 def updated_on_host(share: Share, degrees: Degrees, actor: ActorConfig, dtype: str) -> tuple[float, float]:
-    """Bytes on the host of a rank whose optimizer is there: in steps, and while it is built.
+    """Host bytes of a rank whose optimizer is on the host: during steps, and while the optimizer is built.
 
     By the code of megatron-core 0.16 (optimizer/cpu_offloading/hybrid_optimizer.py), not measured. Beside the state it
     keeps a pinned float32 gradient of each piece. It is built over the rank's whole parameters first and then over its
-    pieces of them, in float32, and the first copy is there until the second is.
+    pieces of them, in float32, and the first copy is kept until the second is complete.
     """
     on_host, kinds = state_bytes(share, degrees, actor, dtype)[_HOST], _kinds(actor, dtype)
     in_steps = on_host + actor.optimizer.cpu_offload * _pinned_pieces(share, degrees, actor, [4])
@@ -229,7 +229,7 @@ def leaves_for_servers(config: Config) -> tuple[str, ...]:
 def _working(
     config: Config, architecture: Architecture, degrees: Degrees, stage: int, layers: int, mean_tokens: float
 ) -> dict[str, dict[str, float]]:
-    """Activations and logits of the three phases that compute."""
+    """Bytes of activations and logits in the three phases that run the model."""
     actor, is_last = config.actor, stage == degrees.pipeline - 1
     one = Pass(
         architecture,
@@ -240,11 +240,11 @@ def _working(
         fused_swiglu=bool(actor.megatron.get("bias_activation_fusion", False)),
     )
     saved, kept = sum(layer_saved(one).values()), sum(layer_kept(one, actor).values())
-    norm = 2 * one.hidden_bytes if is_last else 0.0  # the final one's
+    norm = 2 * one.hidden_bytes if is_last else 0.0  # the final norm's
     group = actor.megatron.get(INTERLEAVED_GROUP) or 0
     waiting = (kept * layers + norm) * in_flight(degrees, stage, microbatches(config, degrees, mean_tokens), group)
     entropy, fused = config.objective.entropy_coef > 0, actor.logprob_kernel != "torch"
-    found = {}
+    phases = {}
     for name, before, layer in (
         ("log-probs", 0.0, saved / 2),
         ("forward", waiting, saved / 2),
@@ -263,8 +263,8 @@ def _working(
             )
         # the output layer and the layers below it do not run at the same time: the larger of the two counts
         inside, logits = (rest, logits) if logits + rest > layer else (layer, 0.0)
-        found[name] = {"activations": (before + inside) * FRAGMENTATION, "logits": logits * FRAGMENTATION}
-    return found
+        phases[name] = {"activations": (before + inside) * FRAGMENTATION, "logits": logits * FRAGMENTATION}
+    return phases
 
 
 def _on_gpu(
@@ -283,10 +283,10 @@ def _on_gpu(
     buckets = 2 * max(config.rollout.sync.bucket_mb << 20, largest) + largest
     kinds = _kinds(config.actor, config.model.dtype)
     updated = (state["optimizer"] + state[_HOST]) / sum(kinds)
-    # Transformer Engine's Adam makes float32 of every state in 16 bits, to step of all of a rank's at a time, to save
-    # of one parameter's after another's
+    # Transformer Engine's Adam widens 16-bit state to float32: in a step all of a rank's at once, in a save that of one
+    # parameter after another
     widened = 4 * updated * sum(kind < 4 for kind in kinds)
-    # any other adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
+    # any other optimizer adds in float32: it copies this rank's share of gradients that were reduced in bfloat16
     is_float32 = _gradient_bytes(config.actor, config.model.dtype) == 4
     copied = 0.0 if is_float32 or widened else 4 * updated
     phases = {
@@ -300,14 +300,14 @@ def _on_gpu(
     }
     for parts in phases.values():
         parts["other"] = parts.get("other", 0.0) + CONTEXT_BYTES
-        asleep = engine.context or engine.weights  # the embedded one does not sleep
+        asleep = engine.context or engine.weights  # the embedded engine does not sleep
         parts["engine"] = parts.get("engine", asleep) if engine.colocated else 0.0
     return phases
 
 
 def _rebuilt(config: Config, architecture: Architecture) -> float:
-    """Bytes of a layer of experts that a worker of vLLM holds for a while in a sync, by its code (0.32.0): all of them,
-    unsplit, or by expert parallelism whole experts of its own, until it has its share; and that share anew."""
+    """Extra bytes of a layer of experts that a vLLM worker holds for a while in a sync, by its code (0.32.0): the whole
+    layer unsplit, or with expert parallelism its own whole experts, until it has its share; and that share anew."""
     rollout, experts = config.rollout, architecture.experts
     if rollout.engine != "vllm" or experts is None:
         return 0.0
@@ -327,8 +327,8 @@ def _on_node(
     state: dict[str, float],
     experts: float,
 ) -> list[Phase]:
-    """A node whose ranks all hold this share, and `experts` bytes of those that are replayed: in every phase, and while
-    a checkpoint is written."""
+    """A node whose ranks all hold this share, and `experts` bytes of recorded experts: in every phase, and while a
+    checkpoint is written."""
     away, dtype = leaves_for_servers(config), config.model.dtype
     copies = host_copies(share, degrees, config.actor, dtype)
     in_steps, built = updated_on_host(share, degrees, config.actor, dtype)
@@ -345,6 +345,6 @@ def _on_node(
     parts: dict[str, float] = {"processes": (site.ranks_per_node + servers) * PROCESS_HOST_BYTES}
     parts |= {name: site.ranks_per_node * size for name, size in of_rank.items() if size}
     always = {name: size for name, size in parts.items() if name != "copies for the checkpoint"}
-    if built:  # before the first step
+    if built:  # the optimizer is built before the first step
         always[_HOST] = max(always[_HOST], site.ranks_per_node * built)
     return [Phase(PHASES[0], always), Phase(PHASES[-1], parts)]

@@ -35,12 +35,12 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate, unpruned_lengths
 
 _PROMPT_TOKENS = 150
-"""Of a problem of mathematics in a chat template. An assumption."""
+"""Mean length of a mathematics problem in a chat template. An assumption."""
 
 _ADVICE = 4
-"""Changes of a kind that are printed; --json has all."""
+"""How many changes of a kind are printed; --json has all."""
 SKIPPED = (0.15, 0.3, 0.5)
-"""Shares of prompts for which a plan says what skipping them saves."""
+"""Shares of prompts for which a plan shows what skipping them saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,10 @@ def make_plan(
     """Plan a checked config.
 
     Args:
-        machine: of each rank: nothing is advised that it would refuse.
+        machine: what each rank runs on; settings that it would refuse are not advised.
         completion_tokens: mean length; None: half of the longest allowed, or the trace's.
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
-        methods: pruning methods to compare, the first one the measure; empty: none.
+        methods: pruning methods to compare with the first of them; empty: none.
         trace: a recorded run whose outcomes are replayed, under `config`'s pruning.
 
     Raises:
@@ -137,7 +137,7 @@ def make_plan(
 def _lengths(
     config: Config, completion_tokens: float | None, prompt_tokens: float | None, recorded: IntArray | None
 ) -> Lengths:
-    """`recorded`: a run's `unpruned_lengths`. The others and what is raised: see `make_plan`."""
+    """`recorded`: a run's `unpruned_lengths`. For the other arguments and errors see `make_plan`."""
     limit, longest_prompt = config.rollout.sampling.max_completion_tokens, longest_prompt_tokens(config)
     for option, given, key, most in (
         ("completion", completion_tokens, "rollout.sampling.max_completion_tokens", limit),
@@ -150,12 +150,12 @@ def _lengths(
     prompt_tokens = min(_PROMPT_TOKENS, longest_prompt) if prompt_tokens is None else prompt_tokens
     if recorded is None:
         return Lengths.assumed(prompt_tokens, completion_tokens, limit, config.rollout.completions_per_prompt)
-    shape = np.maximum(recorded.reshape(-1, recorded.shape[-1]), 1)  # of a lost completion there is no length
+    shape = np.maximum(recorded.reshape(-1, recorded.shape[-1]), 1)  # a lost completion has no length
     return Lengths(prompt_tokens, completion_tokens, capped(shape, completion_tokens, limit))
 
 
 def _pruned_as(config: Config, trace: Trace) -> Trace:
-    """The trace of a run that had `config`'s settings of pruning; a replay has groups of one size."""
+    """The trace as if its run had `config`'s settings of pruning, but groups of one size, as a replay has."""
     settings = copy.deepcopy(trace.config)
     settings.pruning = copy.deepcopy(config.pruning)
     settings.pruning.prompt.group_size_factor, settings.pruning.early_stop = 1.0, EarlyStopConfig()
@@ -163,7 +163,7 @@ def _pruned_as(config: Config, trace: Trace) -> Trace:
 
 
 def lines(plan: Plan, name: str) -> list[str]:
-    """The plan as it is printed; `name`: of its config."""
+    """The plan as it is printed; `name`: the config's."""
     site, architecture = plan.site, plan.architecture
     whole, active = (
         f"{found / 1e9:.2f}e9" if (found := count(architecture)) >= 1e7 else f"{found:,}"
@@ -201,7 +201,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     if engine.kind == "hf":
         yield "engine: hf, embedded in every rank"
     elif not engine.gpus:
-        yield f"engine: {engine.kind} at rollout.servers.endpoints; --engine-gpus says on how many GPUs"
+        yield f"engine: {engine.kind} at rollout.servers.endpoints; give the number of its GPUs as --engine-gpus N"
     else:
         where = "the trainer's GPUs" if engine.colocated else "GPUs of its own"
         yield (
@@ -227,10 +227,10 @@ def _seconds(plan: Plan) -> Iterator[str]:
         f"seconds of a step without pruning, {plan.lengths.completion:.0f} tokens a completion:"
         f" {timing.step_s:.0f} ({parts})"
     )
-    yield f"  a stop waits for it, an evaluation that is due, and {timing.save_s:.0f} s of saving (docs/cluster.md)"
+    yield f"  a stop waits for the step, a due evaluation, and {timing.save_s:.0f} s of saving (docs/cluster.md)"
     saved = ", ".join(f"{one:.0%}" for one in _saved(timing).values())
     skipped = ", ".join(f"{share:.0%}" for share in SKIPPED)
-    longest = ": what is left waits for its longest" if timing.waits else ""
+    longest = ": the rest waits for its longest" if timing.waits else ""
     yield f"  skipping {skipped} of the prompts saves {saved} of generation{longest}"
     for one in plan.faster[:_ADVICE]:
         yield f"  {one.change}: {timing.step_s - one.step_s:.0f} s faster a step, and {one.total / GIB:.1f} GiB at most"
@@ -239,8 +239,8 @@ def _seconds(plan: Plan) -> Iterator[str]:
 def _savings(plan: Plan) -> Iterator[str]:
     if not plan.predictions:
         return
-    whence = "the trace" if plan.has_trace else "made-up outcomes (docs/plan.md); --trace takes those of a run"
-    yield f"pruning, from {whence}:"
+    source = "the trace" if plan.has_trace else "made-up outcomes (docs/plan.md); --trace takes those of a run"
+    yield f"pruning, from {source}:"
     base = plan.predictions[0]
     for one in plan.predictions:
         alike = like_for_like(one, base)
@@ -258,17 +258,17 @@ def _assumed(plan: Plan) -> Iterator[str]:
             yield f"{name} {value:g}: {SOURCES[name] if value == usual[name] else 'given'}"
     yield (
         f"assumed: {CONTEXT_BYTES / GIB:.0f} GiB a process for CUDA and NCCL, {ENGINE_WORK_BYTES / GIB:.0f} for a"
-        f" server's own work, {SLEEPING_BYTES / GIB:.0f} while it sleeps; 5 % of activations lost to fragments"
+        f" server's own work, {SLEEPING_BYTES / GIB:.0f} while it sleeps; 5 % of activations lost to fragmentation"
     )
 
 
 _STEPS = 32
 _PROMPTS = 64
-"""Of a replayed step: enough for the averages, and a large batch would only take longer."""
+"""Prompts of a replayed step: enough for the averages, and more would only take longer."""
 
 
 def predict(timing: Timing, trace: Trace, unpruned: IntArray, methods: list[str]) -> list[Prediction]:
-    """Each method's prediction, seconds on the machines of the plan; `unpruned`: the trace's `unpruned_lengths`."""
+    """Each method's prediction, in seconds on the plan's machines; `unpruned`: the trace's `unpruned_lengths`."""
     tokens = float(unpruned.sum()) / len(unpruned)
     seconds, scale = timing.seconds, tokens / timing.tokens_generated
     # a replayed step has fewer tokens than a real one: each counts as 1 / `scale` of them

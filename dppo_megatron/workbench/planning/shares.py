@@ -1,7 +1,7 @@
 """How many parameters one rank holds: the sizes that every estimate begins with.
 
-Counted from the table of weights that the trainer loads by (`weights/mapping.py`), so a new model family is planned as
-soon as it can be trained.
+Counted from the table of weights that the trainer loads with (`weights/mapping.py`), so a new model family can be
+planned as soon as it can be trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ON_EVERY_RANK = (
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many GPUs share what."""
+    """The sizes of each kind of parallelism."""
 
     gpus: int
     tensor: int
@@ -72,7 +72,7 @@ ONE_GPU = Degrees(1, 1, 1, 1, 1, 1, 1, False)
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Equal parameters of one rank."""
+    """`count` tensors of `numel` elements on one rank."""
 
     key: str
     """In the table of weights."""
@@ -82,7 +82,7 @@ class Tensors:
     is_linear: bool
     """The weight of a product in a layer, which FP8 runs in 8 bits."""
     is_trained: bool
-    """Has a gradient and optimizer state: with adapters only these have."""
+    """Has a gradient and optimizer state; where there are adapters, only they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Share:
 
     @property
     def trained(self) -> Share:
-        """Those of them that are trained."""
+        """The trained ones only."""
         return Share(tuple(one for one in self.tensors if one.is_trained))
 
     def count(self, *, experts: bool | None = None, padded_to: int = 1) -> int:
@@ -106,18 +106,18 @@ class Share:
 
 
 def share_of(architecture: Architecture, degrees: Degrees, stage: int, layers: int | None = None) -> Share:
-    """What a rank of pipeline stage `stage` holds; `layers`: those of the stage, None: an even share."""
+    """What a rank of pipeline stage `stage` holds; `layers`: how many the stage has, None: an even share."""
     layers = architecture.num_layers // degrees.pipeline if layers is None else layers
     return Share(tuple(_tensors(architecture, degrees, stage, layers)))
 
 
 def whole_model(architecture: Architecture, *, experts: bool | None = None) -> int:
-    """All parameters, or only (no) experts, a tied output layer counted once, adapters not."""
+    """All parameters, or only (no) experts; a tied output layer counts once, adapters do not count."""
     return share_of(replace(architecture, lora=None), ONE_GPU, 0).count(experts=experts)
 
 
 def trained_parameters(architecture: Architecture) -> int:
-    """Those of adapters, or all."""
+    """Parameters of the adapters if there are any, else all."""
     return share_of(architecture, ONE_GPU, 0).trained.count()
 
 
@@ -132,8 +132,8 @@ def active_parameters(architecture: Architecture) -> int:
 
 
 def _keys(architecture: Architecture, stage: int, layers: int, keys: Iterable[str]) -> Iterator[tuple[str, int | None]]:
-    """Each of `keys` with the number of the stage's layers that have it, None outside of layers. Of a mixture the first
-    may be dense, and the last stands for the others."""
+    """Each of `keys` with the number of the stage's layers that have it, None outside of layers. Where keys differ by
+    layer, those of the first stand for a mixture's dense layers and those of the last for its others."""
     dense = min(architecture.experts.dense_layers, layers) if architecture.experts and stage == 0 else 0
     last = architecture.num_layers - 1
     for key in keys:

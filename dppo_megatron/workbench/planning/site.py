@@ -15,8 +15,8 @@ ENGINE_WORK_BYTES = 3 * GIB
 """What a server needs beside weights and cache: activations of a prefill, sampling, CUDA graphs. An assumption; vLLM
 logs its own at start."""
 FRAGMENTATION = 1.05
-"""Memory that the allocator holds over what tensors take, on activations: the factor of Megatron-LM's own estimate
-(megatron/training/theoretical_memory_usage.py)."""
+"""Memory that the allocator holds for activations over what their tensors take: the factor of Megatron-LM's own
+estimate (megatron/training/theoretical_memory_usage.py)."""
 PROCESS_HOST_BYTES = 6 * GIB
 """Host memory of one process with torch and CUDA, and of the data that it reads. An assumption."""
 
@@ -32,7 +32,7 @@ class Chip:
     link: float
     """Bytes per second that NVLink takes in one direction, half of what the data sheets call its bandwidth."""
     capability: tuple[int, int]
-    """CUDA's name for what it can do."""
+    """CUDA's compute capability."""
 
 
 CHIPS = {
@@ -46,7 +46,7 @@ CHIPS = {
 @dataclass(frozen=True, slots=True)
 class Site:
     gpus: int
-    """Of the trainer."""
+    """GPUs of the trainer."""
     gpus_per_node: int
     gpu_memory: float
     """Bytes of one GPU."""
@@ -64,7 +64,7 @@ class Site:
 
     @property
     def nodes(self) -> int:
-        """Of the trainer."""
+        """Nodes of the trainer."""
         return max(1, -(-self.gpus // self.ranks_per_node))
 
     @property

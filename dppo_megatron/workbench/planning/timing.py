@@ -1,7 +1,7 @@
 """Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
 
-generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate); of steps that
-             stream into one another (rollout.async_steps, sync.in_flight = continue) a share of their common round
+generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate); where steps
+             stream into one another (rollout.async_steps, sync.in_flight = continue), a share of their common round
 log-probs    a third of an update's FLOPs for each pass
 update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
              x the pipeline's bubble
@@ -31,7 +31,7 @@ from dppo_megatron.workbench.planning.site import Site
 
 _FITTED = "fitted to NeMo RL 0.5's published steps (docs/plan.md)"
 _FP8 = 1.2
-"""Updates in FP8 are faster by this. NVIDIA reports steps 15 to 25 % shorter with all of training and rollout in it."""
+"""Speed-up of updates in FP8. NVIDIA reports steps 15 to 25 % shorter with all of training and rollout in it."""
 _SENT = {"none": 10, "selective": 10, "full": 14}
 """Times that a layer sends the hidden state over tensor parallelism in an update, by `actor.recompute`: four in a
 forward pass (gather and scatter around attention and around the feed-forward layer), six in a backward pass, which
@@ -41,13 +41,13 @@ _SENT_FORWARD = 4
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Numbers that time estimates rest on."""
+    """Speeds that the estimates of time are computed from."""
 
     mfu: float
     """Useful FLOPs of an update over the chip's peak, without recomputation and without what tensor parallelism
     sends."""
     decode: float | None = None
-    """Tokens per second that one GPU generates, over a whole rollout, its slow end included. None: the roofline's."""
+    """Tokens per second that one GPU generates, over a whole rollout with its slow end. None: the roofline's."""
     sync_gb_per_s: float = 8.0
     save_gb_per_s: float = 2.0
     other_s: float = 8.0
@@ -60,7 +60,7 @@ SOURCES = {
     "save_gb_per_s": "assumed, for all ranks together",
     "other_s": _FITTED,
 }
-"""Of the usual speeds."""
+"""Where the usual speeds come from."""
 
 
 def speeds_for(architecture: Architecture, **given: float | None) -> Speeds:
@@ -103,12 +103,12 @@ def plan_timing(
     cost: RolloutCost | None = None,
 ) -> Timing | None:
     """Seconds of every phase; None where the number of generating GPUs is not known, or their cache holds less than one
-    sequence: playing how they wait for each other takes 16 s, for a job that does not run. `cost` is of a round of
+    sequence: simulating how sequences wait for each other takes 16 s, for a job that cannot run. `cost`: of a round of
     generation; None: it is computed."""
     if not engine.gpus or engine.max_cached < engine.longest:
         return None
     rollout, degrees = config.rollout, Degrees.of(config.actor.layout, site.gpus)
-    # else each weight sync waits for a step's longest, or ends it
+    # without streaming, each weight sync waits for a step's longest completion, or aborts it
     streams = rollout.async_steps > 0 and rollout.sync.in_flight == "continue"
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
     generated = sequences * lengths.completion
@@ -138,7 +138,7 @@ def plan_timing(
 def _training_s(
     config: Config, architecture: Architecture, site: Site, degrees: Degrees, lengths: Lengths, speeds: Speeds
 ) -> tuple[float, float]:
-    """Seconds of one forward pass over a step's sequences, and of its updates."""
+    """Seconds of one forward pass over a step's sequences, and of the step's updates."""
     sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
     cost = cost_model(architecture)
     linear, quadratic = cost.linear * lengths.sequence, cost.quadratic * lengths.square
@@ -154,7 +154,7 @@ def _training_s(
     bubble *= max(map(sum, split_layers(architecture.num_layers, config.actor))) / layers
     forward_s = computing / 3 + _SENT_FORWARD * sending
     thirds = 3 + _recomputed(config, architecture, lengths)
-    if architecture.lora is not None:  # frozen weights have no gradient, attention has all of it
+    if architecture.lora is not None:  # frozen weights have no gradient; attention still has its whole backward pass
         thirds -= linear / (linear + quadratic)
     update_s = thirds * computing / 3 + _SENT[config.actor.recompute] * sending
     return forward_s * bubble, update_s * bubble

@@ -159,7 +159,7 @@ def _problem_row(exercise: Exercise) -> dict[str, Any]:
 
 
 def _example_row(exercise: Exercise, *, guess: bool) -> dict[str, Any]:
-    """In GSM8K's manner: one equation a line, which a guess leaves out, then `#### ` and the answer."""
+    """In GSM8K's format: one equation a line, which a guess leaves out, then `#### ` and the answer."""
     lines = [*([] if guess else exercise.steps), f"#### {exercise.answer}"]
     return {**_problem_row(exercise), "completion": "\n".join(lines)}
 
@@ -183,7 +183,7 @@ def write_quickstart(directory: Path, recipe: Recipe) -> None:
 
 
 def read_recipe(directory: Path) -> Recipe | None:
-    """The recipe of a directory that `write_quickstart` made; None of any other."""
+    """The recipe of a directory that `write_quickstart` made; None for any other."""
     try:
         values = json.loads((directory / RECIPE).read_text(encoding="utf-8"))
         if values.pop("maker") != _MAKER:
@@ -194,13 +194,13 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 
 def make_quickstart(out: Path, recipe: Recipe) -> None:
-    """`write_quickstart` as a whole or not at all, unless all of it is there already. Raises UserError also if `out`
-    holds something else, or the disk is full."""
+    """`write_quickstart`, completely or not at all, unless `out` holds it already. Raises UserError also if `out` holds
+    something else, or the disk is full."""
     check_writable("--task", out, directory=True)
-    if read_recipe(out) == recipe:  # task.json is written last: it is there when all is
+    if read_recipe(out) == recipe:  # task.json is written last: with it, all is there
         return
     if out.absolute() == Path.cwd() or (out.exists() and any(out.iterdir())):
-        raise UserError(f"--task {out}: holds something else than what seed {recipe.seed} makes; name another one")
+        raise UserError(f"--task {out}: holds something other than what seed {recipe.seed} makes; name another one")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -1,8 +1,8 @@
-"""One HTML file out of a template, data, style and code: for the report of runs and that of a comparison.
+"""Writes one HTML file from a template, data, style and code: the report of runs, or the page of a comparison.
 
 The plots are plotly's, whose code is taken from its package, so that a page opens without a network. Texts are data and
-never markup: the page's code makes text of them. Code and data are compressed, and unpacked by the browser itself
-(DecompressionStream, in all of them since 2023): of a report of 40 steps 3 MB are left of 16.
+never markup: the page's code inserts them as text. Code and data are compressed, and unpacked by the browser itself
+(DecompressionStream, in every browser since 2023): a report of 40 steps shrinks from 16 to 3 MB.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def write_html(
     """Write the page. Raises UserError if `path` cannot be written.
 
     Args:
-        template: what comes first in the body; of a page without scripts all of it, with `{{data}}`.
-        data: elements from `script_data`, or markup of a page without scripts.
+        template: the start of the body; on a page without scripts the whole body, with `{{data}}`.
+        data: elements from `script_data`, or on a page without scripts its markup.
     """
     inside = {
         "title": html.escape(one_line(title)),
@@ -45,7 +45,7 @@ def write_html(
     }
     parts = (ASSETS / "head.html", template, *[ASSETS / "foot.html"] * bool(scripts))
     page = "".join(part.read_text(encoding="utf-8") for part in parts)
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: what is put in may hold braces
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: inside[match[1]], page)  # one pass: inserted text may hold braces
     with writing(f"--out '{path}'"):
         write_text(path, page)
 

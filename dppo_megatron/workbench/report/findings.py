@@ -12,7 +12,7 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
 _ERRORS = 3.0
-"""Standard errors that are no chance."""
+"""A difference of more standard errors than this is no chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def findings(run: RunRecord) -> list[Finding]:
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     differs = f"engine and actor differ by > {alarm:g}"
-    # above a reward of 0.8 there is little left to explore for: the quickstart ends so
+    # above a reward of 0.8 there is little left to explore: the quickstart ends like that
     stopped = "entropy below 0.01, at a mean reward below 0.8: the policy has almost stopped exploring"
     rules: list[tuple[str, str, Callable[..., bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
@@ -51,7 +51,7 @@ def findings(run: RunRecord) -> list[Finding]:
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy, reward/mean", lambda v, mean: v < 0.01 and mean < 0.8, stopped),
         ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
-        # of one micro-batch, the least there can be, any part may be free
+        # a step has at least one micro-batch, any part of which may be free
         ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are not half full"),
     ]
     for level, keys, is_odd, text in rules:
@@ -64,7 +64,7 @@ def findings(run: RunRecord) -> list[Finding]:
 
 
 def _skipping(run: RunRecord) -> list[Finding]:
-    """Where the last steps' variance was larger than predicted, beyond chance: what a rate costs is then not known."""
+    """A note if the last steps' variance was larger than predicted, beyond chance: what a rate costs is not known."""
     names = ("predicted_effect", "realised_effect", "realised_error")
     columns = [run.columns.get(f"prune/prompt_{name}", []) for name in names]
     known = [row for row in zip(*columns, strict=False) if None not in row]

@@ -1,7 +1,7 @@
 """The page about runs: their columns, findings and samples, as data for the code in `assets/`.
 
-There are samples of some steps, spread over the run, each with as many groups as fit, and at least one. Tokens are ids,
-with one table of their texts: the same few thousand tokens occur over and over.
+It has samples of some steps, spread over the run, each with as many groups as fit, and at least one. Tokens are stored
+as ids, with one table of their texts: the same few thousand tokens occur over and over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HIDDEN = ("step", *_OF_THE_GROUP)
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
     """Write the report of `runs`. Raises UserError if `path` cannot be written."""
-    _name_apart(runs)
+    _make_names_unique(runs)
     parts: list[str] = []
     for number, run in enumerate(runs):
         samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
@@ -48,7 +48,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 
 
-def _name_apart(runs: Sequence[RunRecord]) -> None:
+def _make_names_unique(runs: Sequence[RunRecord]) -> None:
     """Prefix runs of the same name with their parent directory."""
     names = [run.name for run in runs]
     for run in runs:
@@ -77,9 +77,9 @@ class Samples:
     steps: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Step -> groups, each with its `members`."""
     recorded_steps: int = 0
-    """Of the run; the page may hold fewer."""
+    """How many steps the run has samples of; the page may hold fewer."""
     groups_in_step: dict[int, int] = field(default_factory=dict)
-    """Recorded groups of each of these steps; the page may hold fewer."""
+    """Recorded groups of each step in `steps`; the page may hold fewer."""
     tokens: dict[int, str] = field(default_factory=dict)
     """Token id -> its text; empty if the tokenizer was not found."""
     note: str = ""
@@ -95,32 +95,32 @@ def read_samples(run: Path, model: str, max_bytes: int) -> Samples:
         model: model.hf_path of the run, for the tokenizer if there is no hf/ yet.
         max_bytes: approximate limit of their size as JSON; only a single group may be above it.
     """
-    found = Samples()
+    samples = Samples()
     files = sample_files(run / SAMPLES)
     if not files:
-        found.note = "The run has recorded no samples (observe.samples.share)."
-        return found
+        samples.note = "The run has recorded no samples (observe.samples.share)."
+        return samples
     budget = max_bytes
-    recorded = sorted(set(chain.from_iterable(_steps(one, found.unreadable) for one in files)))
-    found.recorded_steps, chosen = len(recorded), _spread(recorded, _STEPS)
+    recorded = sorted(set(chain.from_iterable(_steps(one, samples.unreadable) for one in files)))
+    samples.recorded_steps, chosen = len(recorded), _spread(recorded, _STEPS)
     for left, step in zip(range(len(chosen), 0, -1), chosen, strict=True):
-        groups, total = _groups(files, step, found.unreadable)
+        groups, total = _groups(files, step, samples.unreadable)
         sizes = list(accumulate(map(_size, groups)))
         count = max(1, bisect_right(sizes, budget // left))
-        if sizes and (not found.steps or sizes[count - 1] <= budget):
+        if sizes and (not samples.steps or sizes[count - 1] <= budget):
             budget -= sizes[count - 1]
-            found.steps[step], found.groups_in_step[step] = groups[:count], total
-    shown = [group for groups in found.steps.values() for group in groups]
+            samples.steps[step], samples.groups_in_step[step] = groups[:count], total
+    shown = [group for groups in samples.steps.values() for group in groups]
     for group, title in zip(shown, titles(shown), strict=True):
         group["title"] = title[:_TITLE]
         del group["problem"]
-    ids = {i for groups in found.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
-    found.tokens = _texts(ids, [run / "hf", Path(model)])
-    return found
+    ids = {i for groups in samples.steps.values() for g in groups for m in g["members"] for i in m["token_ids"] or ()}
+    samples.tokens = _texts(ids, [run / "hf", Path(model)])
+    return samples
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
-    """So many of the steps, in an order in which the first few are spread as well: the last one, then ever finer.
+    """`count` of the steps, in an order in which any first few are spread too: the last step, then ever finer.
 
     Example: 10 steps, 4 -> the 10th, 4th, 7th and 1st.
     """
@@ -131,13 +131,13 @@ def _spread(steps: list[int], count: int) -> list[int]:
 
 
 def _steps(one: SampleFile, unreadable: set[str]) -> list[int]:
-    """Those that a file holds; of one that cannot be read none."""
+    """The steps that a file holds; none if it cannot be read."""
     if one.first == one.last:
         return [one.first]
     try:
         return [step for step in steps_of(one.path) if one.first <= step <= one.last]
     except FileNotFoundError:
-        return []  # a run that goes on has deleted it
+        return []  # a run in progress has merged it into another
     except (OSError, ValueError):
         unreadable.add(one.path.name)
         return []
@@ -152,7 +152,7 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
         try:
             rows = read_rows(one.path, COLUMNS, step)
         except FileNotFoundError:
-            continue  # a run that goes on has merged it
+            continue  # a run in progress has merged it into another
         except (OSError, ValueError):
             unreadable.add(one.path.name)
             continue
@@ -188,7 +188,7 @@ def _size(group: dict[str, Any]) -> int:
 
 def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:
     for place in places:
-        with suppress(Exception):  # a plain one, for a file that is missing or that it cannot read
+        with suppress(Exception):  # tokenizers raises just that for a file that is missing or unreadable
             tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
             return {i: tokenizer.decode([i], skip_special_tokens=False) or tokenizer.id_to_token(i) or "" for i in ids}
     return {}

@@ -1,1 +1,1 @@
-"""A run's files as others read them: `run_record.py` for a person, whatever their state; `trace.py` refuses damage."""
+"""Readers of a run's files: `run_record.py` shows a person whatever there is; `trace.py` refuses damage."""

@@ -1,11 +1,11 @@
 """A run's files as far as they can be read, whether it has finished, is running or has crashed.
 
 Damaged lines are skipped and counted, and a missing file leaves its part empty: a person wants to see whatever there
-is. Who computes figures refuses a record with such `notes` (`compare/arms.py`).
+is. Code that computes figures refuses a record with such `notes` (`compare/arms.py`).
 
-metrics.jsonl is followed: each look reads what was added since the last one. A run of 10,000 steps has some 30 MB; read
-again every two seconds they would keep a core busy beside the trainer, and a look costs one `stat` and the new lines. A
-record that became shorter or was replaced (a resume truncates it) is read again from its start.
+metrics.jsonl is followed: each look reads only what was added since the last one. A run of 10,000 steps has some 30 MB,
+and reading them every two seconds would keep a core busy beside the trainer. A record that became shorter or was
+replaced (a resume truncates it) is read again from its start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dppo_megatron.types import UserError
 _LARGEST = 1e308
 """Numbers from here on are shown as missing."""
 _HEARTBEAT_S = 60.0
-"""A trainer touches its lock every five seconds."""
+"""A lock that is older is a crashed trainer's, which touches it every five seconds."""
 _CHUNK_BYTES = 1 << 20
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -48,14 +48,14 @@ _RATIOS = (
     ("tokens/generated_per_s", "tokens/generated", "time/rollout_s"),
     ("tokens/trained_per_s", "tokens/trained", "time/update_s"),
 )
-"""Figures that are computed from two others, where the record does not have them."""
-_OF_THE_TRAINED = (
+"""Figures that are computed from two others if the record does not have them."""
+_TRAINED_METRICS = (
     "mismatch/logprob_abs_diff_mean", "pack/fill", "pack/imbalance", "pack/largest_over_mean", "pack/padding",
     "prune/weight_max",
     "train/clip_fraction", "train/entropy", "train/loss", "train/ratio",
 )  # fmt: skip
-"""Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. Some are null today,
-and entropy is of all that was rolled out."""
+"""Metrics of trained completions: 0 in a step without any (padding: 1), which is shown as missing. In newer runs some
+are null there, and entropy has a value, as it is of all that was rolled out."""
 _PARTS = ("label", "kept", "bias")
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
@@ -82,7 +82,7 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take the line of a later step."""
+        """Add the line of a later step."""
         self.steps.append(row["step"])
         for series in [*self.columns.values(), *(one[part] for one in self.ledger for part in _PARTS)]:
             series.append(None)
@@ -98,7 +98,7 @@ class RunRecord:
                 self._add_entry(entry)
 
     def add_scores(self, step: Any, metrics: Any) -> None:
-        """Take what `eval --follow` has measured of a step, where the run did not evaluate itself."""
+        """Add what `eval --follow` has measured of a step, where the run did not evaluate itself."""
         if step not in self.steps or not isinstance(metrics, dict):
             return
         at = self.steps.index(step)
@@ -116,7 +116,7 @@ class RunRecord:
         one["kept"][-1] = finite_number(entry.get("kept_fraction"))
         one["bias"][-1] = finite_number(entry.get("bias_estimate"))
         note = _SIZE.sub("", note) if isinstance(note, str) else note  # the estimate is shown as a mean over steps
-        known = [_NUMBER.sub("", said) for said in one["notes"]]  # those of other steps differ in their numbers
+        known = [_NUMBER.sub("", other) for other in one["notes"]]  # the same note of another step has other numbers
         if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
             one["notes"].append(note)
 
@@ -127,7 +127,7 @@ class RunRecord:
 
 
 class Follow:
-    """One run's metrics, as far as it has got. Raises UserError: no such directory, or nothing of a run in it."""
+    """Reads one run's metrics while they grow. Raises UserError: no such directory, or nothing of a run in it."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -146,41 +146,41 @@ class Follow:
         self._damaged = 0
 
     def look(self, *, to_the_end: bool = False) -> RunRecord:
-        """Read what is new; returns the same record, longer. `to_the_end`: the last line counts although it may lack
-        its newline, since nothing is being added."""
+        """Read what is new; returns the same record, longer. `to_the_end`: the last line counts even without its
+        newline, since nothing is being added."""
         try:
             with open_to_read(self._path / "metrics.jsonl") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file_id or found.st_size < self._read_to:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._file_id or status.st_size < self._read_to:
                     self._begin()
-                    self._file_id = found.st_ino
+                    self._file_id = status.st_ino
                 file.seek(self._read_to)
                 while added := file.read(_CHUNK_BYTES):
                     self._read_to += len(added)
                     *lines, self._rest = (self._rest + added).split(b"\n")
                     self._damaged += sum(not self._take(line) for line in lines)
-        except OSError as error:  # else it is starting, or a file system hangs: what is known is shown, with its age
+        except OSError as error:  # most often the run is starting, or a file system hangs: what is known is shown
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None
         if to_the_end:
-            self._take(self._rest)  # else it was torn by a kill, which is no damage
+            self._take(self._rest)  # if it is no whole line, a kill has truncated it, which is not counted as damage
         self._add_followed()
         self.record.status = run_status(self._path)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
 
     def _add_followed(self) -> None:
-        """An earlier run in this directory may have left some too."""
+        """Add the scores of this run from `eval --follow`; an earlier run in this directory may have left some too."""
         run = _json(self._path / "run.json", []).get("run")
         for path in sorted((self._path / FOLLOWED).glob("step_*/results.json")):
-            found = self._followed.setdefault(path, {}) or _json(path, [])
-            self._followed[path] = found  # they are written once, whole
-            about = found.get("about")
+            results = self._followed.setdefault(path, {}) or _json(path, [])
+            self._followed[path] = results  # a file is written once, whole
+            about = results.get("about")
             if isinstance(about, dict) and about.get("run") == run:
-                self.record.add_scores(found.get("step"), found.get("metrics"))
+                self.record.add_scores(results.get("step"), results.get("metrics"))
 
     def _take(self, line: bytes) -> bool:
-        """Whether it is a step's line, and after the others: a run writes one line a step, in their order."""
+        """Add a line; False if it is no step's, or not after the others': a run writes one line a step, in order."""
         try:
             row = self._decode(line)
         except _UNREADABLE:
@@ -193,13 +193,13 @@ class Follow:
 
 
 def read_run(path: Path) -> RunRecord:
-    """Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
+    """All that the report shows. Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
     run = read_metrics(path)
     with suppress(OSError):
         _add_trace(run, path / "trace.jsonl")
     run.settings = read_settings(path / "config.yaml", run.notes)
     if run.setting("rollout.async_steps", 0) and not run.setting("rollout.servers.colocate", False):
-        # it generates beside the whole step, and the rollout's seconds are only the wait for what is left
+        # it generates during the whole step, and the rollout's seconds are only the wait at its end
         none = [None] * len(run.steps)
         tokens, seconds = (run.columns.get(name, none) for name in ("tokens/generated", "time/step_s"))
         run.columns["tokens/generated_per_s"] = list(map(_quotient, tokens, seconds))
@@ -242,7 +242,7 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
 
 
 def default_settings(seen: Collection[str]) -> dict[str, str]:
-    """Dotted key -> default, as JSON; of settings that are gone for those `seen` in older runs."""
+    """Dotted key -> default, as JSON; with those of removed settings that were `seen` in older runs."""
     from dppo_megatron.config.layers import RETIRED  # with OmegaConf, 0.06 s
 
     return _as_json(config_values(Config()) | {key: value for key, value in RETIRED.items() if key in seen})
@@ -264,14 +264,14 @@ def standard_error(rewards: list[list[float | None]], weight: list[float]) -> fl
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """A step's numbers, those that are computed from others included."""
+    """A step's numbers, including those that are computed from others."""
     values = {
         key: finite_number(value) for key, value in row.items() if key != "step" and not isinstance(value, list | dict)
     }
     for name, above, below in _RATIOS:
         values.setdefault(name, _quotient(row.get(above), row.get(below)))
     if not finite_number(row.get("prune/completions_trained")):
-        values |= {key: None if key.startswith("pack/") else values.get(key) or None for key in _OF_THE_TRAINED}
+        values |= {key: None if key.startswith("pack/") else values.get(key) or None for key in _TRAINED_METRICS}
     return values
 
 
@@ -312,12 +312,12 @@ def _add_trace(run: RunRecord, path: Path) -> None:
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = finite(_mapping(path, json.loads, notes))
-    return found
+    values: dict[str, Any] = finite(_mapping(path, json.loads, notes))
+    return values
 
 
 def _mapping(path: Path, parse: Callable[[str], Any], notes: list[str]) -> dict[str, Any]:
-    """Empty if there is no file, or none that holds a mapping."""
+    """The mapping in a file; empty if there is no file, or it holds something else."""
     if not os.path.lexists(path):
         return {}
     try:

@@ -14,19 +14,18 @@ from dppo_megatron.observe.samples import NAME, to_table
 from dppo_megatron.texts import one_line
 
 LEGEND = "■ trained on, □ pruned; green: right, red: grading failed"
-"""Of the squares that stand for completions, in the report and in `watch`."""
+"""Legend of the squares that stand for completions, in the report and in `watch`."""
 _SCHEMA = to_table(0, []).schema
 COLUMNS: list[str] = _SCHEMA.names
 _NULLABLE = {"extracted", "reward", "correct", "completion_prob", "actor_logprobs"}
 _NULLABLE |= {"weights_version_first", "weights_version_last"}
 _LONGEST_PROMPT = 100_000
 _INSTRUCTION = 30
-"""Characters that all prompts begin with, from which on they are an instruction and no question."""
+"""If all prompts share so many characters at the start, these are taken for an instruction, not a question."""
 
 
 def newest_sample_file(directory: Path) -> tuple[Path, int] | None:
-    """The complete file with the latest step, of the lowest rank that has one, and that step; None where there is
-    none."""
+    """The complete file with the latest step, of the lowest rank that has one, and that step; None without any."""
     names = [match for path in directory.glob("steps_*") if (match := NAME.fullmatch(path.name))]
     newest = max(names, key=lambda match: (int(match[2]), -int(match[3]), int(match[1])), default=None)
     return (directory / newest.string, int(newest[2])) if newest else None
@@ -51,8 +50,8 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps whose rows a sample file holds: of a merged one few of those from its first to its last. Raises as
-    `read_rows`."""
+    """The steps whose rows a sample file holds: a merged one has only few of those from its first to its last. Raises
+    as `read_rows`."""
     try:
         with open_to_read(path) as source, pq.ParquetFile(source, pre_buffer=False) as file:
             steps = file.read(["step"], use_threads=False).column("step")
@@ -60,13 +59,13 @@ def steps_of(path: Path) -> list[int]:
         raise ValueError(f"{path.name}: {error}") from None
     if steps.type != _SCHEMA.field("step").type or steps.null_count:
         raise ValueError(f"{path.name}: step holds nulls or is of type {steps.type}")
-    found: list[int] = steps.unique().to_pylist()
-    return sorted(found)
+    distinct: list[int] = steps.unique().to_pylist()
+    return sorted(distinct)
 
 
 def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Table:
-    """In this thread alone: beside Arrow's own threads a process that ends at once can abort ("terminate called without
-    an active exception": `watch`, once, on a busy machine)."""
+    """The rows of a step. Without Arrow's threads: with them, a process that ends right after can abort ("terminate
+    called without an active exception": `watch`, once, on a busy machine)."""
     kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
     if wrong := [name for name in columns if kinds.get(name) != _SCHEMA.field(name).type]:
         raise ValueError(f"{wrong[0]} is of type {kinds[wrong[0]]}" if wrong[0] in kinds else f"{wrong[0]} is missing")
@@ -76,7 +75,7 @@ def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Tabl
 
 
 def _may_hold(group: Any, step: int) -> bool:
-    """Whether rows of a row group may be of a step, by its statistics."""
+    """Whether a row group may have rows of a step, by its statistics."""
     columns = map(group.column, range(group.num_columns))
     known = next((one.statistics for one in columns if one.path_in_schema == "step"), None)
     return known is None or not known.has_min_max or bool(known.min <= step <= known.max)
@@ -88,8 +87,8 @@ def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         rows: `problem` of each, as in samples/.
     """
-    asked = [one_line(row["problem"], _LONGEST_PROMPT) for row in rows]
-    low, high = min(asked, default=""), max(asked, default="")  # what these two begin with, all others do
+    problems = [one_line(row["problem"], _LONGEST_PROMPT) for row in rows]
+    low, high = min(problems, default=""), max(problems, default="")  # all others begin with what these two share
     differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)
     shared = low.rfind(" ", 0, differs)
-    return [f"...{one[shared:]}" if shared >= _INSTRUCTION else one for one in asked]
+    return [f"...{one[shared:]}" if shared >= _INSTRUCTION else one for one in problems]

@@ -1,5 +1,5 @@
-"""Reads trace.jsonl. A figure made of a garbled outcome looks like any other, so every line must have the kinds, shapes
-and ranges that the trainer writes (`steps/trace.py`)."""
+"""Reads trace.jsonl. A figure computed from a garbled outcome looks like any other, so every line must have the types,
+shapes and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Trace:
     set_sizes: dict[str, int] | None
     """Problems of each training set; None: they are one set."""
     features: PromptFeatures | None
-    """What the prompts' rows say; None: nothing."""
+    """From the prompts' rows; None: there are none."""
     steps: list[TracedStep]
     ranks: int = 1
 
 
 def decoded(line: bytes, kind: type[_T], where: str) -> _T:
-    """A line as msgspec reads it, which takes neither NaN nor a number in quotes. Raises UserError, which begins with
-    `where`, such as `path:line`, if it is no such line."""
+    """A line as msgspec reads it, which accepts neither NaN nor a number in quotes. Raises UserError if it is not as
+    `kind` says; the message begins with `where`, such as `path:line`."""
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.ValidationError as error:
@@ -61,7 +61,7 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 
 def read_trace(path: str) -> Trace:
-    """Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
+    """Read a whole trace. Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
     check_file("trace", path)
     with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
@@ -82,7 +82,7 @@ def read_trace(path: str) -> Trace:
                 raise UserError(f"{path}:{number}: {error}") from None
     if not any(step.rollouts.lengths.any() for step in steps):
         raise UserError(f"trace '{path}': holds no {'outcomes' if steps else 'steps'}")
-    config.steps = max(config.steps, steps[-1].step)  # a resume may have extended the run, and the first line stays
+    config.steps = max(config.steps, steps[-1].step)  # a resume may extend the run, but does not change the first line
     return Trace(config, head.num_prompts, head.set_sizes, _features(head, path), steps, head.ranks)
 
 
@@ -104,7 +104,7 @@ class _HeaderLine(msgspec.Struct):
     config: dict[str, Any]
     set_sizes: dict[str, _Some]
     features: _Features | str
-    """A text: they are in the file beside the trace."""
+    """A text if they are in the file beside the trace."""
     ranks: _Some
 
 
@@ -139,10 +139,10 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
         )
     if after := config.pruning.early_stop.after_tokens:
         raise UserError(
-            f"trace '{path}': its run had pruning.early_stop.after_tokens = {after}, and what that stopped cannot be"
-            " shown to another method; record one with 0"
+            f"trace '{path}': its run had pruning.early_stop.after_tokens = {after}, and the outcomes of the"
+            " completions that it stopped are unknown; record one with 0"
         )
-    config.pruning.prompt.group_size_factor = 1.0  # which the run's method did not read, and another's would
+    config.pruning.prompt.group_size_factor = 1.0  # the run's method ignored it, but another method would use it
     if too_few := selection_settings(config).too_few_prompts(head.num_prompts, f"trace '{path}'"):
         raise UserError(f"rollout.{too_few}")
     if sum(head.set_sizes.values()) != head.num_prompts:
@@ -151,27 +151,27 @@ def _read_config(head: _HeaderLine, path: str) -> Config:
 
 
 def _features(head: _HeaderLine, path: str) -> PromptFeatures:
-    where, found = f"{path}:1: features", head.features
+    where, features = f"{path}:1: features", head.features
     try:
-        if isinstance(found, str):
+        if isinstance(features, str):
             where = str(Path(path).with_name(FEATURES))
             with np.load(where, allow_pickle=False) as file:
-                found = msgspec.convert({name: array.tolist() for name, array in file.items()}, _Features)
-    except Exception as error:  # what numpy raises for damaged files is of many types
+                features = msgspec.convert({name: array.tolist() for name, array in file.items()}, _Features)
+    except Exception as error:  # numpy raises many types for damaged files
         reason = getattr(error, "strerror", "") or "it is damaged"
         raise UserError(f"trace '{path}': {where}, which belongs to it, cannot be read: {reason}") from None
-    if {len(found.prompt_tokens), len(found.level), len(found.source)} != {head.num_prompts}:
+    if {len(features.prompt_tokens), len(features.level), len(features.source)} != {head.num_prompts}:
         raise UserError(f"{where}: must be of {head.num_prompts} prompts")
-    if max(found.source) >= len(found.sources):
-        raise UserError(f"{where}: there are only {len(found.sources)} sources")
-    level = np.array(found.level, dtype=np.float64)  # None becomes NaN
-    return PromptFeatures(np.array(found.prompt_tokens), level, np.array(found.source), tuple(found.sources))
+    if max(features.source) >= len(features.sources):
+        raise UserError(f"{where}: there are only {len(features.sources)} sources")
+    level = np.array(features.level, dtype=np.float64)  # None becomes NaN
+    return PromptFeatures(np.array(features.prompt_tokens), level, np.array(features.source), tuple(features.sources))
 
 
 def _step(row: _TraceLine, num_prompts: int, group_size: int, step_before: int) -> TracedStep:
-    """Raises ValueError for what the kinds of its fields cannot show."""
+    """A step from its line. Raises ValueError for mistakes that the types of the fields do not exclude."""
     if row.step <= step_before:
-        raise ValueError(f"step {row.step} stands behind step {step_before}")
+        raise ValueError(f"step {row.step} follows step {step_before}")
     if any(prompt >= num_prompts for prompt in row.prompts):
         raise ValueError(f"prompts: there are only {num_prompts}")
     shape = len(row.prompts), group_size

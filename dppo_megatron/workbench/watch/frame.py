@@ -1,6 +1,6 @@
-"""One look at a run as a picture for the terminal: what is new in its files, and rich's tables and texts of it.
+"""Renders a run for the terminal: reads what is new in its files, and makes rich's tables and texts of it.
 
-What models wrote is shown without control characters: a completion could hold escape sequences, and a terminal obeys.
+Text that models wrote is shown without control characters: a terminal would obey escape sequences in a completion.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEVEL = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 _PHASES = ("rollout", "reward", "select", "prune", "exchange", "update", "sync")
 BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT = 20
-"""Steps that the time left and the split of the time are taken from."""
+"""How many of the last steps the time left and the split of the time are computed from."""
 _SAMPLE_COLUMNS = ("step", "group", "problem", "text", "reward", "correct", "kept", "why", "tokens", "weight")
 _CURVES = (
     ("reward", "reward/mean", ".3f"),
@@ -49,7 +49,7 @@ _CURVES = (
 
 
 class Latest:
-    """A run as it is now; files are read only when they have changed. Raises UserError as `Follow`."""
+    """A run as it is now; files are read only when they have changed. Raises UserError as `Follow` does."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -57,7 +57,7 @@ class Latest:
         self.samples: list[dict[str, Any]] = []
         """One group of the newest step with samples."""
         self.title = ""
-        """Of its prompt."""
+        """The group's prompt."""
         self._sample_file: tuple[Path, int] | None = None
 
     @property
@@ -75,7 +75,7 @@ class Latest:
         return record
 
     def servers(self) -> tuple[list[ServerHealth], float]:
-        """The run's servers, and how many seconds ago they were looked at."""
+        """The run's servers, and how many seconds ago they were checked."""
         servers, at = read_health(self._path / HEALTH)
         return servers, max(0.0, time.time() - at)
 
@@ -88,7 +88,7 @@ class Latest:
 
 
 def _read_samples(path: Path, step: int) -> tuple[list[dict[str, Any]], str] | None:
-    """The group of the step whose rewards differ most, the first of equals; and its title.
+    """The step's group with the highest variance of rewards, the first of equals, and its title.
 
     None if the file cannot be read: it may be merged into another one at this moment.
     """
@@ -106,7 +106,7 @@ def _spread(group: list[dict[str, Any]]) -> float:
 
 
 def frame(latest: Latest, width: int, members: int = 4) -> RenderableType:
-    """What there is to see, `width` cells wide; of the group of samples so many `members`."""
+    """The whole picture, `width` cells wide, with at most `members` completions of the group of samples."""
     record = latest.record
     parts: list[RenderableType] = [_head(record, latest, width)]
     if len(record.steps) > 1:
@@ -122,7 +122,7 @@ def frame(latest: Latest, width: int, members: int = 4) -> RenderableType:
 
 
 def seconds_left(record: RunRecord, total_steps: int) -> float | None:
-    """Steps that remain, times the median of the last ones; None while there are none."""
+    """The steps that remain times the median duration of the last ones; None before the first and after the end."""
     recent = [one for one in record.columns.get("time/step_s", [])[-_RECENT:] if one is not None]
     if not recent or record.status in ("finished", "crashed", "stopped"):
         return None
@@ -145,7 +145,7 @@ def _head(record: RunRecord, latest: Latest, width: int) -> RenderableType:
     model = str(record.setting("model.hf_path", "?")).rstrip("/").rpartition("/")[2]
     what = f"{model}, {record.setting('rollout.engine', '?')}, pruning {' / '.join(methods)}"
     bar = ProgressBar(total, step, max(10, width - 6), style="dim", complete_style="cyan", finished_style="cyan")
-    bar_line = Padding(bar, 0)  # which ends its lines, as rich's bar does not
+    bar_line = Padding(bar, 0)  # Padding ends the line, which rich's bar does not
     title = Text.assemble((_line(record.name), "bold"), "  ", (record.status, _STATE.get(record.status, "")))
     inside = Group(line, bar_line, Text(_line(what), style="dim"))
     return Panel(inside, title=title, title_align="left", width=width)
@@ -165,7 +165,7 @@ def _curves(record: RunRecord, width: int) -> RenderableType:
 
 
 def _time_split(record: RunRecord) -> RenderableType:
-    """Where the seconds of the last steps went, in the mean."""
+    """Mean seconds of each phase over the last steps."""
     means = {name: _recent(record, f"time/{name}_s") or 0.0 for name in _PHASES}
     whole = _recent(record, "time/step_s") or sum(means.values())
     means["other"] = whole - sum(means.values())
@@ -182,9 +182,9 @@ def _pruning(record: RunRecord) -> RenderableType:
         ("completions", "prune/completions_trained", "prune/completions_generated", "trained on"),
     )
     for name, above, below, word in pairs:
-        kept, of = _recent(record, above), _recent(record, below)
-        if kept is not None and of:
-            parts.append(f"{kept / of:.0%} of {name} {word}")
+        kept, total = _recent(record, above), _recent(record, below)
+        if kept is not None and total:
+            parts.append(f"{kept / total:.0%} of {name} {word}")
     if (growth := _recent(record, "prune/realised_design_effect")) is not None:
         parts.append(f"variance {growth:.2f}x")
     if (fill := _recent(record, "pack/fill")) is not None:
@@ -214,7 +214,7 @@ def _servers(servers: Sequence[ServerHealth], age_s: float) -> RenderableType:
 
 
 def _samples(group: list[dict[str, Any]], title: str, width: int, count: int) -> RenderableType:
-    """A prompt, its best completion, and then its worst ones: of each the end, where its answer is."""
+    """A prompt, its best completion and then its worst ones, each by the end of its text, where the answer is."""
     members = sorted(group, key=lambda one: -1e30 if one["reward"] is None else one["reward"], reverse=True)
     shown = [*members[:1], *members[:0:-1]][:count]
     facts = []
@@ -224,21 +224,21 @@ def _samples(group: list[dict[str, Any]], title: str, width: int, count: int) ->
         verdict = "failed" if failed else f"{one['reward']:.2f} {judged}"
         weight = f"weight {one['weight']:.2f}" if one["kept"] else "pruned"
         square = ("■" if one["kept"] else "□", "red" if failed else "green" if right else "")
-        said = f"{weight} ({_line(one['why'])}), {one['tokens']} tokens  "
-        facts.append(Text.assemble(" ", square, f" {verdict:<11} ", (said, "dim")))
-    taken = max(one.cell_len for one in facts)
+        detail = f"{weight} ({_line(one['why'])}), {one['tokens']} tokens  "
+        facts.append(Text.assemble(" ", square, f" {verdict:<11} ", (detail, "dim")))
+    facts_width = max(one.cell_len for one in facts)
     head = Text.assemble((f" samples of step {group[0]['step']}  ", "bold"), (LEGEND, "dim"))
     lines = [head, Text(f" {title}", "italic")]
     for one, fact in zip(shown, facts, strict=True):
-        fact.pad_right(taken - fact.cell_len)
-        lines.append(fact + Text(_end(_line(one["text"] or ""), width - taken - 1)))
+        fact.pad_right(facts_width - fact.cell_len)
+        lines.append(fact + Text(_end(_line(one["text"] or ""), width - facts_width - 1)))
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines)
 
 
 def _end(text: str, room: int) -> str:
-    """The last `room` cells of a text, with dots where it begins earlier."""
+    """The last `room` cells of a text, with dots in front if it was truncated."""
     return text if cell_len(text) <= room else f"...{set_cell_size(text[::-1], max(0, room - 3))[::-1]}"
 
 
@@ -249,7 +249,7 @@ def _warnings(record: RunRecord) -> Iterator[RenderableType]:
 
 
 def _indented(*parts: str | tuple[str, str]) -> RenderableType:
-    """Text no line of which starts at the margin, as those of a log do."""
+    """Text with all its lines indented, to tell them from those of a log."""
     return Padding.indent(Text.assemble(*parts), 1)
 
 
@@ -262,7 +262,7 @@ def _recent(record: RunRecord, key: str) -> float | None:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """A curve of at most `width` characters, each the mean of its part of `values`; a gap where a part has none.
+    """A curve of at most `width` characters, each the mean of a slice of `values`; a space where a slice has none.
 
     Example: [0, 1, 2, 3] at width 2 -> means 0.5 and 2.5, lowest and highest: "▁█".
     """

@@ -19,7 +19,7 @@ function factors(clock, level) {
 
 function speedUps() {
   const cards = [["train_cpu_s", "CPU seconds"], ["train_s", "seconds by the clock"]].flatMap(([clock, label]) => Object.keys(arms[0].factors[clock]).map((level) =>
-    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s cost over the method's. Bars: 95 % interval over seeds and the noise of their curves, noise where it holds 1x; dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
+    chartCard({ title: `To ${Math.round(100 * level)} % of the gain, ${label}`, note: `${verdict.baseline}'s cost over the method's. Bars: 95 % interval over seeds and the noise of their curves; where it contains 1x, the factor is noise. Dots: seeds; 0: not reached.`, traces: () => factors(clock, level),
       layout: { ...plain(""), yaxis: { rangemode: "tozero", ticksuffix: "x" }, hovermode: "closest" } })));
   return section("speed-up", "Speed-up", `To the same accuracy, on smoothed curves. 1x is ${verdict.baseline}.`, grid(...cards));
 }
@@ -33,10 +33,10 @@ function ends() {
   return section("ends", "Final accuracy", "pass@1 over the last two evaluations.", grid(chartCard({ title: `Final accuracy minus ${verdict.baseline}'s`, note: "Points, over the same problems, with the 95 % interval of a paired bootstrap over seeds and problems. A difference whose interval contains 0 is within noise.", traces, layout: { ...plain(""), yaxis: { zeroline: true }, hovermode: "closest" } })));
 }
 
-/** Centred mean over three evaluations, at the ends over two: verdict.py has the same, by which the times are read off. */
+/** Centred mean over three evaluations, at the ends over two, as in verdict.py, which reads the times off it. */
 const movingMean = (values) => values.map((_, i) => { const near = values.slice(Math.max(0, i - 1), i + 2); return near.reduce((sum, value) => sum + value, 0) / near.length; });
 
-/** Of each method the mean over seeds of the smoothed curves with its standard error, and the seeds as evaluated, faint. */
+/** For each method, the mean over seeds of the smoothed curves with its standard error, and, faint, each seed as it was evaluated. */
 function curves(cost) {
   return arms.flatMap((one, place) => {
     const of = arm_runs(one.arm), length = Math.min(...of.map((run) => run.curve.length)), at = [...Array(length).keys()];

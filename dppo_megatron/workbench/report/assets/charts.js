@@ -8,7 +8,7 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 
-/** A card with a plot. `traces()` gives plotly's traces for the present state, `layout` what differs from ours. */
+/** A card with a plot. `traces()` gives plotly's traces for the present state; `layout` overrides the default one. */
 function chartCard({ title, note, traces, layout = {}, wide = false, height }) {
   const plot = make("div", { class: "plot", role: "img", "aria-label": `${title}. ${note || ""}` });
   if (height) plot.style.height = `${height}px`;
@@ -90,7 +90,7 @@ function band(x, values, errors, ink) {
   return [{ ...common, y: edge(-1) }, { ...common, y: edge(1), fill: "tonexty", fillcolor: ink + "2b" }];
 }
 
-/** Of each evaluated set of the runs the score that `name` matches, with the most samples. */
+/** For each evaluated set, the score that `name` matches and that has the most samples. */
 function evaluated(name, among = runs) {
   const best = new Map(), samples = (key) => Number(key.split("@").pop());
   for (const key of among.flatMap((run) => Object.keys(run.columns)).filter((key) => key.startsWith("eval/") && name.test(key.split("/").pop()))) {

@@ -26,7 +26,7 @@ function section(id, title, lead, ...children) {
 }
 const grid = (...cards) => make("div", { class: "grid" }, ...cards.filter(Boolean));
 
-/** A table whose rows stand as lists on a narrow screen (style.css): their cells know the heading. */
+/** A table whose rows become lists on a narrow screen (style.css): each cell carries its column's heading. */
 function stacking(table) {
   const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
   for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, at) => { cell.dataset.name = names[at]; });

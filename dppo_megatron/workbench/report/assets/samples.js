@@ -9,13 +9,13 @@ const groupsOf = (run, step) => cached(`samples-${run}-${step}`) || [];
 function reason(group, member) {
   const p = percent(member.completion_prob), kept = member.kept;
   return { certain: kept ? "Kept with certainty." : "Left out.", score: kept ? `Kept by the draw: its score gave it ${p}.` : `Dropped by the draw: its score gave it ${p}.`,
-    floor: kept ? `Kept by the draw at the floor of ${p}.` : `Dropped by the draw at the floor of ${p}.`, rank: "Cut by a fixed rule: its probability was 0.", "zero advantage": "Zero advantage: it has no gradient to give.",
-    group: "Its whole group does not go on.", overlong: "Truncated, and truncated completions are filtered.", failed: "Its grading failed.", missing: "It was not sampled to its end.", "stopped early": "It was stopped at the limit drawn for it, and others count for it." }[member.why] || member.why;
+    floor: kept ? `Kept by the draw at the floor of ${p}.` : `Dropped by the draw at the floor of ${p}.`, rank: "Dropped by a fixed rule: its probability was 0.", "zero advantage": "Zero advantage: it has no gradient.",
+    group: "Its whole group was dropped.", overlong: "Truncated, and truncated completions are filtered.", failed: "Its grading failed.", missing: "It was not sampled to its end.", "stopped early": "It was stopped at the limit drawn for it; the weights of others make up for it." }[member.why] || member.why;
 }
 
 function pieces(member, tokens) { return member.token_ids && Object.keys(tokens).length ? member.token_ids.map((id) => tokens[id] ?? "") : null; }
 
-/** 0 to 1 for each token, by what is asked for; null where there is no number. */
+/** 0 to 1 for each token, by the chosen colouring; null if the run has not recorded it. */
 function heat(member) {
   if (browser.paint === "surprisal") return member.logprobs && member.logprobs.map((value) => Math.min(1, -value / 4));
   if (browser.paint === "difference") return member.logprobs && member.actor_logprobs && member.logprobs.map((value, at) => Math.min(1, Math.abs(value - member.actor_logprobs[at]) / .5));
@@ -40,7 +40,7 @@ function marked(text) {
   return [...found, text.slice(from)];
 }
 
-/** right, wrong or failed; empty of older runs, which have not kept it. */
+/** right, wrong or failed; empty for older runs, which did not record it. */
 const verdict = (member) => member.reward === null ? "failed" : member.correct === null ? "" : member.correct ? "right" : "wrong";
 
 function memberCard(group, member, tokens) {
@@ -71,7 +71,7 @@ function samples() {
   return section("samples", "Samples", `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`, make("div", { class: "card" }, make("div", { class: "row" }, runs.length > 1 ? ui.run : null, "step", back, ui.step, on, ui.search, "tokens by", ui.paint), ui.note, make("div", { class: "browser" }, ui.list, ui.detail)));
 }
 
-/** The first group whose members differ in reward: there something was decided. */
+/** The first group whose members differ in reward: the others have no advantages. */
 function telling() { return Math.max(0, groupsNow().findIndex((group) => new Set(group.members.map((one) => one.reward)).size > 1)); }
 
 /** Steps that have a match for what is searched. */

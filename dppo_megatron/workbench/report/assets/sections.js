@@ -1,4 +1,4 @@
-// The sections of the page, in order. A chart of which no run has data is left out.
+// The sections of the page, in order. A chart is left out if no run has data for it.
 const numbers = (run, key) => (run.columns[key] || []).filter((value) => value !== null);
 const has = (...keys) => runs.some((run) => keys.some((key) => numbers(run, key).length));
 const share = { yaxis: { tickformat: ".2~%", rangemode: "tozero" } };
@@ -108,7 +108,7 @@ function explorer() {
 function warnings() {
   const rows = runs.flatMap((run, place) => run.findings.map((one) => make("tr", {}, make("td", {}, make("span", { class: `chip ${{ bad: "bad", warning: "warn", note: "" }[one.level]}` }, one.level)), runs.length > 1 ? make("td", {}, make("span", { class: "dot", "data-colour": place }), " ", run.name) : null, make("td", { class: "wrap" }, one.text), make("td", { class: "wrap" }, one.steps))));
   const head = ["level", ...(runs.length > 1 ? ["run"] : []), "what", "steps"];
-  return section("warnings", "Warnings", null, make("div", { class: "card scroll" }, rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows)) : make("p", { class: "empty" }, "Nothing in the record deserves one.")), explorer());
+  return section("warnings", "Warnings", null, make("div", { class: "card scroll" }, rows.length ? make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows)) : make("p", { class: "empty" }, "Nothing in the record deserves a warning.")), explorer());
 }
 
 function settings() {
