@@ -63,7 +63,7 @@ class Lora:
 
 
 _OF_EXPERTS = PROJECTIONS[4:]
-_NORMS_BEHIND = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
+_POST_NORMS = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Architecture:
     experts: Experts | None = None
     latent: Latent | None = None
     gemma: Gemma | None = None
-    norms_behind: tuple[str, ...] = ()
+    post_norms: tuple[str, ...] = ()
     """The checkpoint's names of the norms behind attention and feed-forward (Gemma, GLM-4)."""
     is_glm4: bool = False
     """Gate and up are one tensor of the checkpoint, and pairs that turn lie side by side."""
@@ -202,7 +202,7 @@ class Architecture:
             sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
         if self.latent is not None:
             sizes["query rank"] = self.latent.query_rank
-            sizes["key-value rank with the turning dimensions,"] = self.latent.rank + self.latent.turning_dim
+            sizes["key-value rank with the turning dimensions,"] = self.latent.rank + self.latent.rope_dim
         return sizes
 
     def check_bf16_layers(self, actor: ActorConfig) -> None:
@@ -281,7 +281,7 @@ def read_architecture(
     values = read_values(config, raw, family, path)
     check_sizes(raw, values, path)
     latent = read_latent(values, config, path) if "kv_lora_rank" in values else None
-    head_dim = latent.still_dim + latent.turning_dim if latent else values["head_dim"]
+    head_dim = latent.nope_dim + latent.rope_dim if latent else values["head_dim"]
     return Architecture(
         name=family,
         num_layers=values["num_hidden_layers"],
@@ -292,7 +292,7 @@ def read_architecture(
         head_dim=head_dim,
         vocab_size=values["vocab_size"],
         max_positions=positions_of(values["max_position_embeddings"], ropes[FULL]),
-        rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
+        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
@@ -300,7 +300,7 @@ def read_architecture(
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
         latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
-        norms_behind=_NORMS_BEHIND.get(family, ()),
+        post_norms=_POST_NORMS.get(family, ()),
         is_glm4=family == GLM4,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )

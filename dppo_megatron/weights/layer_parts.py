@@ -75,9 +75,9 @@ class Latent:
     """0: queries come from the hidden state directly."""
     rank: int
     """Of keys and values."""
-    still_dim: int
+    nope_dim: int
     """Dimensions of a head's query and key that do not turn with the position."""
-    turning_dim: int
+    rope_dim: int
     """Those that do; of the keys they are one for all heads. In the checkpoint, pairs lie side by side."""
     value_dim: int
     scale: float
@@ -104,7 +104,7 @@ class Gemma:
     softmax_scale: float
 
 
-def halves(pairs: Tensor) -> Tensor:
+def deinterleave(pairs: Tensor) -> Tensor:
     """[..., D]: pairs side by side to pairs of the two halves.
 
     Example: [a0, b0, a1, b1] -> [a0, a1, b0, b1].
@@ -177,8 +177,8 @@ def read_latent(values: Mapping[str, Any], config: Any, path: Path) -> Latent:
     return Latent(
         query_rank=values["q_lora_rank"] or 0,
         rank=values["kv_lora_rank"],
-        still_dim=values["qk_nope_head_dim"],
-        turning_dim=turning,
+        nope_dim=values["qk_nope_head_dim"],
+        rope_dim=turning,
         value_dim=values["v_head_dim"],
         scale=_yarn_scale(config.rope_parameters),
     )

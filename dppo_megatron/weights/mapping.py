@@ -105,7 +105,7 @@ def _attention(a: Architecture) -> Rows:
 
 def _latent_attention(a: Architecture, latent: Latent) -> Rows:
     hidden, query = a.hidden_size, a.num_heads * a.head_dim
-    turning, expanded = latent.turning_dim, a.num_heads * (latent.still_dim + latent.value_dim)
+    turning, expanded = latent.rope_dim, a.num_heads * (latent.nope_dim + latent.value_dim)
     inside: dict[str, tuple[Shape, str]] = {
         "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
         "linear_kv_down_proj.weight": ((latent.rank + turning, hidden), "kv_a_proj_with_mqa"),
@@ -128,7 +128,7 @@ def _latent_attention(a: Architecture, latent: Latent) -> Rows:
 
 def _dense(a: Architecture) -> Rows:
     norms = {"mlp.linear_fc1.layer_norm_weight": "pre_feedforward" if a.gemma else "post_attention"}
-    norms |= zip((POST_ATTENTION + "weight", POST_MLP + "weight"), a.norms_behind, strict=False)
+    norms |= zip((POST_ATTENTION + "weight", POST_MLP + "weight"), a.post_norms, strict=False)
     rows: Rows = {_LAYERS + key: ((a.hidden_size,), (f"{_HF}{name}_layernorm.weight",)) for key, name in norms.items()}
     names = ("gate_up_proj", "down_proj") if a.is_glm4 else PROJECTIONS[4:]
     return rows | _feed_forward(a, "mlp.", _HF + "mlp.", a.ffn_size, names)

@@ -263,7 +263,7 @@ def _architecture(name: str, theirs: Any, config: Any, ropes: Any, path: Path, s
         mcore = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         values = {key: getattr(theirs, own) for key, own in zip(of_latent, mcore, strict=True)}
         latent = read_latent(sizes | values, config, path)
-    head_dim = latent.still_dim + latent.turning_dim if latent else theirs.kv_channels
+    head_dim = latent.nope_dim + latent.rope_dim if latent else theirs.kv_channels
     return Architecture(
         name=name,
         num_layers=theirs.num_layers,
@@ -274,7 +274,7 @@ def _architecture(name: str, theirs: Any, config: Any, ropes: Any, path: Path, s
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         max_positions=positions_of(config.max_position_embeddings, ropes[FULL]),
-        rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
+        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
         norm_eps=theirs.layernorm_epsilon,
         tied_embeddings=bool(config.tie_word_embeddings),
         qk_norm=theirs.qk_layernorm and latent is None,
