@@ -183,7 +183,7 @@ def test_recipes_of_others(num_layers: int, actor: ActorConfig, stages: Stages) 
             _actor(2, 2, **{FIRST: 3, LAST: 4}),
             "divides by the number of stages between, which is 0; use pipeline_model",
         ),
-        (_actor(4, **{FIRST: 2}), "5 of the model's 7 layers remain for 3 other stages, which is no whole"),
+        (_actor(4, **{FIRST: 2}), "5 of the model's 7 layers remain for 3 other stages, which does not give each"),
         (_actor(4, **{LAST: 9}), "-2 of the model's 7 layers remain"),
         (_actor(3, **{FIRST: 0}), "num_layers_in_first_pipeline_stage = 0: must be a whole number from 1"),
         (

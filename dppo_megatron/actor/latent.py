@@ -69,9 +69,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         return query, key, values, compressed, latent
 
     def _compressed(self, linear: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """The full output of `linear`, split into these sizes along the last dimension. It covers all tokens if
-        Megatron splits the layer's rows over ranks, this rank's tokens if every rank has all rows (Transformer Engine).
-        """
+        """The full output of `linear`, split into these sizes along the last dimension: of all tokens if Megatron
+        splits the layer's rows over ranks, of this rank's if every rank has all rows (Transformer Engine)."""
         out, _ = linear(hidden_states)
         if out.size(-1) != sum(sizes):
             out = gather_from_tensor_model_parallel_region(out)

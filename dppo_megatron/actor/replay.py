@@ -145,10 +145,8 @@ class Routers:
 
         @contextmanager
         def forward(pack: Microbatch, chunk: int) -> Iterator[None]:
-            if chunk in routes_left:
-                forced: Tensor | None = to_device(next(routes_left[chunk]), self._layout.device)
-            else:
-                forced = self._from_samples(samples, pack, chunk)
+            parts = routes_left.get(chunk)
+            forced = to_device(next(parts), self._layout.device) if parts else self._from_samples(samples, pack, chunk)
             routers = list(self._of_chunk[chunk].values())
             for index, router in enumerate(routers):
                 router.begin(None if forced is None else forced[:, index])
@@ -159,9 +157,8 @@ class Routers:
                     router.end()
             if recorded is not None and routers:
                 chosen: Any = [router.chosen for router in routers]
-                fits_byte = self._choices is not None and self._choices.dtype == "uint8"
-                dtype = torch.uint8 if fits_byte else torch.int16
-                recorded.setdefault(chunk, []).append(torch.stack(chosen, 1).to(dtype))
+                small = self._choices is not None and self._choices.dtype == "uint8"
+                recorded.setdefault(chunk, []).append(torch.stack(chosen, 1).to(torch.uint8 if small else torch.int16))
 
         try:
             yield forward

@@ -81,7 +81,7 @@ class Machine:
         return "te", f"slow attention: {unfused}" if unfused else "Transformer Engine is installed"
 
     def check_context_parallel(self, spec: LayerSpec, context_parallel: int) -> None:
-        """Raise `UserError` for context parallelism if Transformer Engine only has unfused attention, which lacks it."""
+        """Raise `UserError` for context parallelism if Transformer Engine only has unfused attention: it lacks it."""
         if spec == "te" and context_parallel > 1 and (unfused := self.lacks_fused_attention()):
             advice = "set actor.layer_spec to local"
             if unfused.endswith(_WITHOUT):
