@@ -143,7 +143,7 @@ class RoutedBucket(NamedTuple):
 
     items: list[Item]
     roles: dict[int, tuple[Role, ...]]
-    """Block -> this rank's roles, if it has any. `Catalogue.units` makes objects from them in the bucket's turn: keeping
+    """Block -> this rank's roles, if any. `Catalogue.units` makes objects from them in the bucket's turn: keeping
     the 26,000 of a 235B model made Python's garbage collector scan the process, for twice the time of the routes."""
 
 
