@@ -19,14 +19,7 @@ from dppo_megatron.config.schema import ActorConfig, LayoutConfig, ModelConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.hf_files import (
-    MAX_SHARD_BYTES,
-    CheckpointReader,
-    check_space,
-    copy_assets,
-    hf_writer,
-    replacing,
-)
+from dppo_megatron.weights.hf_files import MAX_SHARD_BYTES, CheckpointReader, aside, check_space, copy_assets, hf_writer
 from dppo_megatron.weights.mapping import EXPERT_BIAS, Place, hf_names, in_layer_order, join, places, table
 from dppo_megatron.weights.pipeline import UNEVEN_HINT
 from dppo_megatron.weights.provider import NotComparedError, check_first_layers, model_architecture
@@ -91,7 +84,7 @@ def hf_to_megatron(
         advance(next(read_so_far))
         return join(key, [reader.get(name) for name in hf_names(key, place, architecture)], architecture)
 
-    with _disk_errors(target), replacing(target) as directory:
+    with _disk_errors(target), aside(target) as directory:
         check_space(directory, sum(path.stat().st_size for path in set(reader.files.values())))
         copy_assets(source, directory)
         with progress("converting", len(list(in_layer_order(architecture))), "tensors") as advance:

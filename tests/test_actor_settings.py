@@ -530,8 +530,8 @@ class _Waits(TorchDispatchMode):
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         waits = booleans or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount")
-        # tensors of the host on CUDA too, and not needed there: what the padded attention of a CPU goes by
-        if waits and not any(frame.name == "attending" for frame in traceback.extract_stack()):
+        # tensors of the host on CUDA too, and not needed there: what the padded attention of a CPU uses
+        if waits and not any(frame.name == "bucketed" for frame in traceback.extract_stack()):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 

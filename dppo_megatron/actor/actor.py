@@ -194,7 +194,7 @@ class Actor:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The full gradients that `accumulate` left, under Hugging Face names (adapters under PEFT's). Collective.
 
-        Needs a run without the distributed optimizer, which leaves each data-parallel rank a shard of the gradients.
+        Data-parallel ranks all have them only without the distributed optimizer, which leaves each rank a shard.
         """
         parameters = self._parameters()
         saved = [p.data for p in parameters]
@@ -250,7 +250,7 @@ class Actor:
 
     def freeze_reference(self, get_weight: Callable[[str], Tensor] | None = None) -> None:
         """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads (as
-        in the constructor). `sharded_state` leaves out the latter, so call this again after loading a checkpoint."""
+        in the constructor). `sharded_state` leaves out the latter, so a resumed run must pass `get_weight` again."""
         self._prepare_weights()
         self._reference = [tensor.detach().to("cpu", copy=True) for tensor in self._parameters() + self._biases()]
         self._saves_reference = get_weight is None
@@ -369,7 +369,7 @@ class Actor:
         self._is_stale = self._gathers_late
 
     def _prepare_weights(self) -> None:
-        """Have the weights of the last update complete and on the device. Collective."""
+        """Make sure that the weights of the last update are complete and on the device. Collective."""
         self._gather_weights()
         self._memory.onload(self._optimizer, weights_only=True)
 

@@ -89,7 +89,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     if dist.is_initialized():
         return
     raise_file_limit()  # a rank needs a socket for each rank that it talks to; the usual limit is 1,024
-    # gloo beside NCCL: plans, scalars and tokens are exchanged between hosts, so no wait blocks a GPU (distributed.py)
+    # gloo beside NCCL: plans, scalars and tokens stay in host memory, and no rank waits in a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         set_cuda_variables()

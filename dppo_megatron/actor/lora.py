@@ -5,7 +5,7 @@ Each projection has its own A and B, as in PEFT, also where Megatron fuses sever
 
     column-parallel   A on every rank, B by rows as the weight      A x is gathered over the sequence, or copied
     row-parallel      A by columns as the weight, B on every rank   A x is summed over the ranks
-    experts           the same                                      no activations; gradients of replicated parts
+    experts           the same                                      only gradients of the replicated parts
     replicated        both on every rank, as the weight             nothing (Transformer Engine's latent attention)
 
 Replicated parts get the same gradient on every rank: with sequence parallelism Megatron sums it after the last

@@ -233,12 +233,12 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         return {name: torch.empty(param.shape, dtype=torch.float32, device="cpu") for name in _STATES}
 
     def _whole(self, param: torch.nn.Parameter, spread: Spread, rank: int) -> dict[str, Tensor]:
-        """The parameter's states in its shape on the rank that writes it; other ranks send their pieces, return {}."""
+        """The parameter's states in its shape, on the rank that writes it; others send their pieces and return {}."""
         if rank not in spread.pieces:
             return {}
         group, order = self.model_param_group_index_map[param]
         main = self.optimizer.param_groups[group]["params"][order]
-        # before the first step a fused Adam has no moments, nor main parameters if it is the one that keeps them
+        # before its first step a fused Adam has no moments, and has not created main parameters that it keeps itself
         state = self.optimizer.state.get(main) or {}
         stored = self._get_main_param_and_optimizer_states(param) if state else {"param": main}
         mine = {name: stored.get(name, torch.zeros_like(stored["param"])).detach().float() for name in _STATES}

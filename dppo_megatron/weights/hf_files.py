@@ -145,7 +145,7 @@ class _TensorSlot:
 
 
 @contextmanager
-def replacing(target: Path, *, durable: bool = True) -> Iterator[Path]:
+def aside(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """A new directory, which replaces `target` if the block succeeds and is removed if it fails. `durable`: replace it
     only when all data is on the disk."""
     directory = target.with_name(target.name + ".incomplete")
@@ -188,7 +188,7 @@ def hf_writer(
         dtypes = dtype
     else:
         dtypes = {name: torch.float32 if name.endswith(CORRECTION_BIAS) else dtype for name in shapes}
-    with replacing(target) as directory, ExitStack() as files:
+    with aside(target) as directory, ExitStack() as files:
         writer = HFWriter(directory, shapes, dtypes, files)
         check_space(directory, sum(writer.num_bytes.values()))
         copy_assets(source, directory)
@@ -376,7 +376,7 @@ def _torch_dtype(path: Path, name: str, dtype: str) -> torch.dtype:
 
 
 def holds_safetensors(directory: str | Path) -> bool:
-    """Whether the directory has safetensors weights or an index of them, which then are what is read."""
+    """Whether the directory has safetensors weights or an index of them, which take precedence over other formats."""
     return (Path(directory) / INDEX).exists() or any(Path(directory).glob("*.safetensors"))
 
 

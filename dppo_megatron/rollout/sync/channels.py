@@ -33,7 +33,7 @@ from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
-from dppo_megatron.weights.hf_files import assets, replacing
+from dppo_megatron.weights.hf_files import aside, assets
 
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
@@ -132,7 +132,7 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
     Not fsynced: a snapshot is read at once and replaced by the next.
     """
     [config] = [path for path in assets(hf_path) if path.name == "config.json"]
-    with replacing(target, durable=False) as directory:
+    with aside(target, durable=False) as directory:
         shutil.copy(config, directory)
         for number, bucket in enumerate(buckets(tensors, bucket_bytes)):
             save_file(
