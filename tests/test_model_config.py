@@ -360,7 +360,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_window": ("gemma3", {"sliding_window": None}, "sliding_window = null: must be a whole number from 1"),
     "short_layer_types": ("gemma3", {"layer_types": ["full_attention"]}, "for each of the 4 layers"),
     "other_layer_types": ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "full_attention or sliding_attention"),
-    "one_rope": ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "an object each for full_attention and sliding_attention"),
+    "one_rope": ("gemma3", {"rope_parameters": {"rope_theta": 1e6}}, "an object each for full_attention"),
     "two_scalings": (
         "gemma3",
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
