@@ -69,7 +69,7 @@ class Layout:
     device: torch.device
 
 
-_PATIENCE = timedelta(days=7)
+_GROUP_TIMEOUT = timedelta(days=7)
 """Timeout of the job's group after the rendezvous. Ranks wait in this group while rank 0 waits for servers, which may
 take hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, and Megatron's groups keep their
 own timeouts."""
@@ -99,7 +99,7 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     check_interfaces(uses_nccl=torch.cuda.is_available())
-    timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
+    timeout = min(timedelta(seconds=rendezvous_timeout_s), _GROUP_TIMEOUT)
     try:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, timeout=timeout)
@@ -111,8 +111,8 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
             " MASTER_ADDR and MASTER_PORT?"
         ) from None
     assert dist.group.WORLD is not None
-    dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)  # gloo and NCCL, for all later operations
-    dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
+    dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, dist.group.WORLD)  # gloo and NCCL, for all later operations
+    dist.distributed_c10d._get_default_store().set_timeout(_GROUP_TIMEOUT)
     connect([dist.group.WORLD], _this_device(), rendezvous_timeout_s)
 
 

@@ -37,8 +37,8 @@ def run_schedule(
     config, interleaved = model[0].config, len(model) > 1
     config.timers = _timers(recorder(), layout.device) if recorder().on else None
     share = layout.context.size * (layout.tensor_parallel if layout.sequence_parallel else 1)
-    own = plan.microbatches[layout.data_parallel_rank]
-    with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own]):
+    own_packs = plan.microbatches[layout.data_parallel_rank]
+    with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own_packs]):
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=list(tee(packs, len(model))) if interleaved else packs,

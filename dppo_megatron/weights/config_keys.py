@@ -315,13 +315,13 @@ def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
     for key in READ:
         if family not in key.families:
             continue
-        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
-        for name in given:
+        present = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
+        for name in present:
             if not key.takes.fits(raw[name]):
                 raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes.wanted}")
-        if len({raw[name] for name in given}) > 1:
-            raise UserError(f"{path}: {' and '.join(given)} mean the same but disagree: {[raw[n] for n in given]}")
-        if not given and not key.optional:
+        if len({raw[name] for name in present}) > 1:
+            raise UserError(f"{path}: {' and '.join(present)} mean the same but disagree: {[raw[n] for n in present]}")
+        if not present and not key.optional:
             raise UserError(f"{path}: key '{key.names[0]}' is missing")
 
 
@@ -386,12 +386,12 @@ def read_ropes(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, dic
         )
     ropes = {}
     for kind, (key, theta) in LAYER_TYPES.items():
-        own = by_type.get(kind)
+        parameters = by_type.get(kind)
         base = _checked(key, raw[key], _THETA, path) if key in raw else None
-        if base is None and not (isinstance(own, dict) and "rope_theta" in own):
+        if base is None and not (isinstance(parameters, dict) and "rope_theta" in parameters):
             base = theta
         view: dict[str, Any] = {
-            "rope_parameters": own,
+            "rope_parameters": parameters,
             "rope_scaling": raw.get("rope_scaling") if kind == FULL else None,
         }
         view |= {} if base is None else {"rope_theta": base}

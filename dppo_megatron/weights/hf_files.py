@@ -237,8 +237,8 @@ class HFWriter:
             filled += self.num_bytes[name]
         weight_map = {}
         for number, names in enumerate(shards, start=1):
-            of_all = f"{number:05d}-of-{len(shards):05d}"
-            file_name = _SINGLE if len(shards) == 1 else f"model-{of_all}.safetensors"
+            sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file_name = _SINGLE if len(shards) == 1 else sharded
             file = self._files.enter_context(open(self._directory / file_name, "wb"))  # noqa: SIM115
             offset, starts = 0, {}
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

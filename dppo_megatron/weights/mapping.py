@@ -205,8 +205,8 @@ def by_block(b: Tensor, parts: Tensor, blocks: int) -> Tensor:
 
     Example: rows [1, 2] of block 0 and [3, 4] of block 1 -> [1, 2, 0, 0] and [0, 0, 3, 4].
     """
-    own = parts[:, None] == torch.arange(blocks, device=b.device)
-    return (own[:, :, None] * b[:, None, :]).flatten(1)
+    is_block = parts[:, None] == torch.arange(blocks, device=b.device)
+    return (is_block[:, :, None] * b[:, None, :]).flatten(1)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, parts: Tensor, lora: Lora) -> Tensor:

@@ -149,9 +149,9 @@ def _parts(layout: Any, setting: str) -> list[str]:
         raise UserError(f"{setting}: must be a text such as 'Et*24|t*22L', or a list of lists")
     unrolled = layout.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*0*([0-9]+)", r"(.)\*0*([0-9]+)"):
-        found = re.findall(pattern, unrolled)
+        repeats = re.findall(pattern, unrolled)
         # six digits suffice for the check (int() refuses more than 4,300); the pattern skips leading zeros
-        if sum(len(what) * int(times[:6]) for what, times in found) > _MOST_LETTERS:
+        if sum(len(letters) * int(times[:6]) for letters, times in repeats) > _MOST_LETTERS:
             raise UserError(f"{setting}: is longer than {_MOST_LETTERS} layers and stages")
         unrolled = re.sub(pattern, lambda match: match[1] * int(match[2]), unrolled)
     if unknown := sorted(set(unrolled) - set("EtLm|")):

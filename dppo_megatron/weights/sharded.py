@@ -128,19 +128,19 @@ class WeightStream:
     def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool = False) -> None:
         self._architecture = architecture
         self._me = dist.get_rank()
-        mine = _blocks_of(model, architecture, adapters=adapters)
+        local = _blocks_of(model, architecture, adapters=adapters)
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
         # pickled, so that a block which many ranks report is unpickled once, not once per rank
-        report = RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])
+        report = RankReport(launched_node(self._me), [pickle.dumps(block) for block in local])
         # the table's order: it keeps adjacent what SGLang joins within one call (`rollout/sync/channels.py`)
         rows = (*table(architecture), *adapter_rows(architecture))
         self._catalogue = Catalogue(gather_all([report]), [by_kind(key, ())[0] for key in rows])
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
-            if block in mine:
-                self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
+            if block in local:
+                self._local |= {(number, place): data for place, data in zip(block.places, local[block], strict=True)}
         self._hf_shapes = hf_shapes(architecture, adapter_rows(architecture) if adapters else ())
         self._model = model
         experts = architecture.experts

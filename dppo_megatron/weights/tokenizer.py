@@ -52,8 +52,8 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
-        what = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"{where}: its tokenizer cannot be loaded: {what}") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {reason}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
     _check_ids(tokenizer, vocabulary, probe, architecture, where)

@@ -191,11 +191,11 @@ class TorchDistReader:
     def _check(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:
         keys = (*table(self._architecture), *adapter_rows(self._architecture))
         expected = {key: stacked_shape(key, self._architecture) for key in keys}
-        found = {key: tuple(value.size) for key, value in tensors.items()}
+        stored = {key: tuple(value.size) for key, value in tensors.items()}
         for key in PADDED_TO_VOCAB:
-            if key in found and key in expected and found[key][0] > expected[key][0]:
-                found[key] = (expected[key][0], *found[key][1:])  # padded for some tensor-parallel size
-        check_shapes(f"checkpoint '{self._directory}'", expected, found)
+            if key in stored and key in expected and stored[key][0] > expected[key][0]:
+                stored[key] = (expected[key][0], *stored[key][1:])  # padded for some tensor-parallel size
+        check_shapes(f"checkpoint '{self._directory}'", expected, stored)
 
 
 def _run_config(directory: Path) -> Config:
