@@ -276,11 +276,11 @@ def test_a_refused_field_may_keep_its_value() -> None:
     """Megatron's default, or ours where we set one: it changes nothing."""
     harmless = {"fp4": None, "mtp_num_layers": None, "cpu_offloading": False, "moe_router_load_balancing_type": "none"}
     assert _settings_of(TransformerConfig, "actor.megatron", harmless) == {"moe_router_load_balancing_type": "none"}
-    with pytest.raises(UserError, match="losses of the router are off"):
+    with pytest.raises(UserError, match="router losses are off"):
         _settings_of(TransformerConfig, "actor.megatron", {"moe_router_load_balancing_type": "aux_loss"})
     off = {"moe_z_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.0, "moe_aux_loss_coeff": 0.0}  # NeMo RL's recipes
     assert _settings_of(TransformerConfig, "actor.megatron", off).keys() == {"moe_router_load_balancing_type"}
-    with pytest.raises(UserError, match="losses of the router are off"):
+    with pytest.raises(UserError, match="router losses are off"):
         _settings_of(TransformerConfig, "actor.megatron", {"moe_z_loss_coeff": 1e-3})
     refused = 0
     for name, cls in (("actor.megatron", TransformerConfig), ("actor.ddp", DistributedDataParallelConfig)):
@@ -372,7 +372,7 @@ def test_names_of_other_programs_are_known() -> None:
         ({"optimizer": OptimizerConfig(cpu_offload=1.0)}, "and cpu_offload: Transformer Engine (transformer-engine"),
         ({"megatron": {"hidden_size": 8}}, "actor.megatron.hidden_size: is decided by the model's config.json"),
         ({"megatron": {"moe_expert_capacity_factor": 1.0}}, "tokens beyond the capacity would be dropped"),
-        ({"megatron": {"fp4": "e2m1"}}, "NVFP4 has no check of the chip"),
+        ({"megatron": {"fp4": "e2m1"}}, "NVFP4 is not supported"),
         ({"megatron": {"recompute_granularity": "full"}}, "is decided by actor.recompute"),
         ({"megatron": {"fp8": "hybrid"}}, "is decided by actor.fp8"),
         ({"megatron": {"apply_rope_fusion": True}}, "rotary embedding is this program's own"),
@@ -530,8 +530,8 @@ class _Waits(TorchDispatchMode):
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         waits = booleans or name in ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount")
-        # tensors of the host on CUDA too, and not needed there: what the padded attention of a CPU goes by
-        if waits and not any(frame.name == "attending" for frame in traceback.extract_stack()):
+        # tensors of the host on CUDA too, and not needed there: what the padded attention of a CPU uses
+        if waits and not any(frame.name == "bucketed" for frame in traceback.extract_stack()):
             self.found.append(name)
         return func(*args, **(kwargs or {}))
 

@@ -443,7 +443,7 @@ PLANTED = {
     "common": (lambda d, touched: torch.save({"a": _Touches(touched)}, d / "common.pt"), "would have to run code"),
     "bytes": (_as_bytes, "is described as bytes"),
     "forged bytes": (lambda d, touched: _as_bytes(d, touched, forged=True), "is described as bytes"),
-    "elsewhere": (_elsewhere, "is no file inside"),
+    "elsewhere": (_elsewhere, "is not a file inside"),
 }
 
 

@@ -215,7 +215,7 @@ BAD_INPUT = {
     "truncated": (_truncate, ["model.safetensors is not a readable safetensors file"]),
     "architecture": (_other_architecture, ["GPT2LMHeadModel is not supported; supported: Qwen3ForCausalLM"]),
     "no_config": (_no_config, ["holds no config.json"]),
-    "index_file": (_index_names_a_missing_file, ["names 1 files that are not there: model-00002-of-00002"]),
+    "index_file": (_index_names_a_missing_file, ["names 1 files that do not exist: model-00002-of-00002"]),
     "index_wrong": (_index_is_wrong, ["does not agree with the files about 1 tensors: model.norm.weight"]),
     "index_json": (_index_is_no_index, ["model.safetensors.index.json is not valid JSON"]),
     "tied_but_different": (_second_embedding, ["lm_head.weight differs from model.embed_tokens.weight"]),

@@ -148,7 +148,9 @@ def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.Mon
     assert [
         machine.choose_layer_spec("auto", fp8, has_experts=False)[0] for fp8 in ("off", "tensorwise", "delayed")
     ] == ["te"] * 3
-    with pytest.raises(UserError, match=r"blockwise: Transformer Engine says: It needs CUDA >= 12\.9; use fp8 = off"):
+    with pytest.raises(
+        UserError, match=r"blockwise: Transformer Engine reports: It needs CUDA >= 12\.9; use fp8 = off"
+    ):
         machine.choose_layer_spec("auto", "blockwise", has_experts=False)
     with pytest.raises(UserError, match="needs a chip of sm_100"):
         machine.choose_layer_spec("auto", "mxfp8", has_experts=False)
@@ -248,7 +250,7 @@ def test_mixture_of_experts_by_machine(capability: tuple[int, int] | None, te: b
     if runs:
         machine.check_mixture()
     else:
-        with pytest.raises(UserError, match="mixture-of-experts model on CUDA needs it"):
+        with pytest.raises(UserError, match="mixture-of-experts model on CUDA needs Transformer Engine"):
             machine.check_mixture()
 
 

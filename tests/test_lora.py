@@ -269,16 +269,16 @@ def test_equals_peft_to_1e_6(models: dict[str, Path], tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("name", "lora", "said"),
     [
-        ("qwen3", LoraConfig(rank=2, targets=["q_proj", "qproj"]), "qproj: must be among q_proj, k_proj"),
+        ("qwen3", LoraConfig(rank=2, targets=["q_proj", "qproj"]), "qproj: must be one of q_proj, k_proj"),
         (
             "deepseek",
             LoraConfig(rank=2, targets=["k_proj"]),
-            "k_proj: must be among q_a_proj, q_b_proj, kv",
+            "k_proj: must be one of q_a_proj, q_b_proj, kv",
         ),
         ("qwen3", LoraConfig(rank=2, experts=True), "actor.lora.experts = true: Qwen3ForCausalLM has no experts"),
-        ("moe", LoraConfig(rank=2, targets=["up_proj"]), "up_proj is the experts' in this model; set actor.lora.ex"),
+        ("moe", LoraConfig(rank=2, targets=["up_proj"]), "up_proj belongs to experts here; set actor.lora.ex"),
         ("moe", LoraConfig(rank=2, targets=["up_proj"], experts=True), "are one tensor in transformers; name both"),
-        ("glm_4", LoraConfig(rank=2), "gate_proj and up_proj are one tensor of Glm4ForCausalLM; name other"),
+        ("glm_4", LoraConfig(rank=2), "gate_proj and up_proj are one tensor in Glm4ForCausalLM; name other"),
         ("moe", LoraConfig(rank=2, targets=[]), "names no projection; use all-linear"),
     ],
 )
@@ -291,8 +291,8 @@ def test_refused(models: dict[str, Path], name: str, lora: LoraConfig, said: str
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("mixtral", "true: not of MixtralForCausalLM, whose experts PEFT does not find"),
-        ("qwen2_moe", "true: not of Qwen2MoeForCausalLM, whose experts PEFT does not find"),
+        ("mixtral", "true: PEFT does not find the experts of MixtralForCausalLM"),
+        ("qwen2_moe", "true: PEFT does not find the experts of Qwen2MoeForCausalLM"),
     ],
 )
 def test_some_experts_are_refused(tmp_path: Path, family: str, why: str) -> None:

@@ -81,11 +81,11 @@ def _train(model: Path, parallel: Parallel, lora: LoraConfig, weights: bool | No
                     module._fp8_workspaces = {"weight": torch.zeros(1, dtype=torch.uint8)}
                 actor.offload(weights=weights)
                 assert of_engine and not any(module._fp8_workspaces for module in of_engine)
-            out["bytes"].append((before, _device_bytes(actor), actor._memory.away))
+            out["bytes"].append((before, _device_bytes(actor), actor._memory.offloaded))
         if weights is not None or update == 1:
             _save(actor, directory / str(update))
         if weights is not None:
-            assert actor._memory.away == out["bytes"][-1][2], "a checkpoint is written from the host"
+            assert actor._memory.offloaded == out["bytes"][-1][2], "a checkpoint is written from the host"
     out["weights"] = {name: tensor.clone() for name, tensor in actor.weights()}
     return out
 
@@ -118,7 +118,7 @@ def _load_with_a_canary(model: Path, offload: str) -> tuple[int, frozenset[str]]
     loop._score = score
     loop._canary = SimpleNamespace(ask=lambda *_: None, judge=lambda scored: scored())
     loop.load_engine()
-    return sum(bool(getattr(module, "_fp8_workspaces", {})) for module in of_engine), loop.actor._memory.away
+    return sum(bool(getattr(module, "_fp8_workspaces", {})) for module in of_engine), loop.actor._memory.offloaded
 
 
 def test_a_canary_leaves_nothing_beside_the_servers(tmp_path: Path) -> None:

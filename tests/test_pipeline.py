@@ -183,7 +183,7 @@ def test_recipes_of_others(num_layers: int, actor: ActorConfig, stages: Stages) 
             _actor(2, 2, **{FIRST: 3, LAST: 4}),
             "divides by the number of stages between, which is 0; use pipeline_model",
         ),
-        (_actor(4, **{FIRST: 2}), "5 of the model's 7 layers remain for 3 other stages, which is no whole"),
+        (_actor(4, **{FIRST: 2}), "5 of the model's 7 layers remain for 3 other stages, which does not give each"),
         (_actor(4, **{LAST: 9}), "-2 of the model's 7 layers remain"),
         (_actor(3, **{FIRST: 0}), "num_layers_in_first_pipeline_stage = 0: must be a whole number from 1"),
         (
@@ -200,7 +200,7 @@ def test_recipes_of_others(num_layers: int, actor: ActorConfig, stages: Stages) 
         (_actor(2, 2, **{LAYOUT: "Et*4|t*3L"}), "names 2 stages, but actor.layout: pipeline_parallel x virtual_pipel"),
         (_actor(2, **{LAYOUT: "Et*4|t*4L"}), "names 8 layers (t), but the model has 7"),
         (_actor(3, **{LAYOUT: "Et*4||t*3L"}), "stage 2 is empty"),
-        (_actor(2, **{LAYOUT: "t*4|Et*3L"}), "the first stage must begin with E"),
+        (_actor(2, **{LAYOUT: "t*4|Et*3L"}), "must start with E"),
         (_actor(2, **{LAYOUT: "Et*4|t*3mL"}), "which no model family here has"),
         (_actor(2, **{LAYOUT: "Et*4 | t*3L"}), "only E, t, L, |, a comma"),
         (_actor(2, **{LAYOUT: "Et*999999999|t*3L"}), "is longer than 8192"),

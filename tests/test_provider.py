@@ -93,7 +93,7 @@ def test_round_trip_of_a_conversion(
         for name in wrong:
             assert _convert(*command, "--provider", f"support.bridges:{name}") == 2
             assert not Path(command[-1]).exists()
-            assert f"--provider support.bridges:{name}: log-probabilities behind" in capsys.readouterr().err
+            assert f"--provider support.bridges:{name}: log-probabilities after" in capsys.readouterr().err
         assert _convert(*command, "--provider", PROVIDERS[family], "--verify") == 0
         assert f"model.provider = {PROVIDERS[family]}: the first" in capsys.readouterr().out
     _assert_byte_equal(tmp_path / "hf", paths[family])
@@ -109,7 +109,10 @@ def test_a_conversion_goes_on_where_nothing_can_be_compared(
 ) -> None:
     """It moves tensors, both ways, and says what it lacks; what computes with the layers is refused."""
     monkeypatch.setattr(provider, "start_python", _killed)
-    model, said = paths["seed_oss"], "could not be compared with transformers': its process was killed by signal 9"
+    model, said = (
+        paths["seed_oss"],
+        "could not be compared with transformers': the child process was killed by signal 9",
+    )
     into = ("to-megatron", "--hf", model, "--out", tmp_path / "megatron")
     back = ("to-hf", "--checkpoint", tmp_path / "megatron", "--out", tmp_path / "hf")
     for command in (into, back):
@@ -227,11 +230,11 @@ def test_the_embedded_engine_is_compared_where_it_generates(
 
 
 MBRIDGES_OWN = {
-    "mixtral": ({}, "behind the first layer differ by up to"),  # leaves the experts' shares unnormalized
+    "mixtral": ({}, "after the first layer differ by up to"),  # leaves the experts' shares unnormalized
     "qwen2_moe": ({}, "shared_expert_gate.weight"),  # has no gate on the shared expert
     "deepseek_v3": (  # chooses among all experts
         {"n_group": 8, "topk_group": 4, "n_routed_experts": 32, "num_experts_per_tok": 8},
-        "behind the first 2 of 4 layers differ by up to",
+        "after the first 2 of 4 layers differ by up to",
     ),
 }
 
@@ -256,22 +259,26 @@ def test_as_deep_as_to_the_first_layer_of_each_kind(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no_such": ("mbrigde", {}, "must be mbridge, or module:Class"),
     "no_module": ("nowhere:Bridge", {}, "cannot be imported"),
-    "no_bridge": ("json:JSONDecoder", {}, "is no class of mbridge.core.LLMBridge"),
-    "not_registered": ("mbridge", {}, "mbridge has no class for model_type dots1; it has deepseek_v3"),
+    "no_bridge": ("json:JSONDecoder", {}, "is not a subclass of mbridge.core.LLMBridge"),
+    "not_registered": ("mbridge", {}, "mbridge has no class for model_type dots1, only for deepseek_v3"),
     "remote_code": ("mbridge", {"model_type": "mimo"}, 'transformers has no model_type "mimo"'),
-    "images": ("mbridge", {"model_type": "qwen2_5_vl"}, "no model of text alone with rotary positions"),
+    "images": ("mbridge", {"model_type": "qwen2_5_vl"}, "not a text-only model with rotary positions"),
     "two_names": ("mbridge", {"architectures": ["A", "B"]}, "must be a list of one name"),
     "unread": (PROVIDERS["dots1"], {"attention_multiplier": 2.0}, "class does not read this key, which may change"),
-    "windows": (PROVIDERS["dots1"], {"layer_types": ["sliding_attention"] * 4}, "every token sees those before it"),
+    "windows": (
+        PROVIDERS["dots1"],
+        {"layer_types": ["sliding_attention"] * 4},
+        "every token sees all tokens before it",
+    ),
     "fixed": (PROVIDERS["dots1"], {"quantization_config": {"bits": 4}}, "dequantize the checkpoint first"),
-    "dropout": (PROVIDERS["dots1"], {"attention_dropout": 0.1}, "named in model.ignore_config_keys"),
-    "every_other": ("support.bridges:EVERY_OTHER", {}, "the first layers may be dense, and no other"),
+    "dropout": (PROVIDERS["dots1"], {"attention_dropout": 0.1}, "name the key in model.ignore_config_keys"),
+    "every_other": ("support.bridges:EVERY_OTHER", {}, "only the first layers may be dense here"),
     "fails": (PROVIDERS["dots1"], {"n_group": 2}, "DotsBridge fails with AssertionError"),
     "exits": ("support.bridges:EXITS", {}, "EXITS fails with SystemExit"),
     "window": ("support.bridges:WINDOW", {}, "has window_size = (127, 0), which layers here do not have"),
     "clamp": ("support.bridges:CLAMP", {}, "has activation_func_clamp_value = 7.0, which layers here do not have"),
-    "bias_name": ("support.bridges:OTHER_BIAS", {}, "one that ends in gate.e_score_correction_bias is kept exact"),
-    "splits": ("support.bridges:FUSED", {}, "divides decoder.layers.0.self_attention.linear_qkv.weight into"),
+    "bias_name": ("support.bridges:OTHER_BIAS", {}, "names that end in gate.e_score_correction_bias stay in float32"),
+    "splits": ("support.bridges:FUSED", {}, "splits decoder.layers.0.self_attention.linear_qkv.weight into"),
 }
 
 
@@ -355,9 +362,9 @@ def test_a_dry_run_and_an_evaluation_compare_too(
     given = settings(files, tmp_path / "run", **QUICK | {"model__hf_path": model})
     command = ["train", "configs/quickstart.yaml", "--dry-run", *given]
     assert main([*command, "model.provider=support.bridges:SEED_KEYS_VALUES"]) == 2
-    assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
+    assert "log-probabilities after the first layer differ by up to" in capsys.readouterr().err
     assert main(["eval", *command[1:2], *given, "model.provider=support.bridges:SEED_KEYS_VALUES"]) == 2
-    assert "log-probabilities behind the first layer differ by up to" in capsys.readouterr().err
+    assert "log-probabilities after the first layer differ by up to" in capsys.readouterr().err
     assert main([*command, f"model.provider={PROVIDERS['seed_oss']}"]) == 0
     assert "the first layer compared with transformers'" in capsys.readouterr().out
     assert main(["plan", *command[1:2], *given, f"model.provider={PROVIDERS['seed_oss']}", "--gpus", "1"]) == 0

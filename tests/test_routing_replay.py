@@ -224,9 +224,9 @@ def test_a_rank_prepares_its_own_tokens_alone(path: Path) -> None:
         layout: Any = SimpleNamespace(context=context, **how)
         routers = Routers([], read_architecture(path), layout, replays=True)
         routers._of_chunk = [{layer: _Replay(False) for layer in (1, 2)}]
-        routers._carried(samples, pack, 0)
+        routers._from_samples(samples, pack, 0)
         tracemalloc.start()
-        found = routers._carried(samples, pack, 0)
+        found = routers._from_samples(samples, pack, 0)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert found is not None

@@ -104,7 +104,7 @@ class SharingEngine(HFEngine):
 
 def _watch(engine: SharingEngine, patch: pytest.MonkeyPatch) -> None:
     """Whatever the actor takes back is counted at once."""
-    came_back, saved = Offload.come_back, Actor.sharded_state
+    came_back, saved = Offload.onload, Actor.sharded_state
     init = Actor.__init__
 
     def build(actor: Actor, *arguments: Any, **named: Any) -> None:
@@ -124,7 +124,7 @@ def _watch(engine: SharingEngine, patch: pytest.MonkeyPatch) -> None:
         return state
 
     patch.setattr(Actor, "__init__", build)
-    patch.setattr(Offload, "come_back", come_back)
+    patch.setattr(Offload, "onload", come_back)
     patch.setattr(Actor, "sharded_state", sharded_state)
 
 
@@ -162,7 +162,7 @@ def _train(files: Path, run_dir: Path, mode: str, stop_in_step: int = 0) -> tupl
                 train(run)
             except Stopped:
                 assert stop_in_step
-                run.loop.actor._memory.come_back(None, weights_only=True) if mode == "none" else None
+                run.loop.actor._memory.onload(None, weights_only=True) if mode == "none" else None
             weights = {name: tensor.clone() for name, tensor in _weights(run.loop.actor, engine)}
     return engine.arrows, weights
 

@@ -161,7 +161,7 @@ def test_torch_before_2_12_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(varlen, "varlen_attn", torch_2_11)
     assert find_kernel(128) == (
         None,
-        f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no groups)",
+        f"padded batches (no flash-attn; varlen_attn of torch {torch.__version__} has no grouped queries)",
     )
 
 

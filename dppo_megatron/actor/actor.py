@@ -1,7 +1,7 @@
 """The policy in training: a Megatron model, its optimizer, and the three operations that the loop needs.
 
-`update` takes an optimizer step on a packed plan, `logprobs` recomputes log-probabilities, `weights` streams the
-parameters under their Hugging Face names. All three are collective: every rank calls them with the same plan.
+`update` takes an optimizer step on a packed plan, `logprobs` recomputes log-probabilities, and `weights` streams the
+parameters under their Hugging Face names. All three are collective: every rank calls them, with the same plan.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Actor:
     Args:
         get_weight: returns a full Hugging Face tensor by name; read shard by shard.
         dtype: parameters and activations; torch.float64 computes gradients but has no optimizer.
-        seed: of the adapters' first numbers.
+        seed: for the adapters' initial weights.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Actor:
             f"{''.join('; ' + line for line in not_tried(settings))}"
         )
         """One line for the log: how the model is split, which layers were chosen and why."""
-        megatron_config, of_ddp = (one.build() for one in settings)
+        megatron_config, ddp_config = (one.build() for one in settings)
         megatron_config.finalize_model_grads_func = finalize_model_grads
         self._chunks = [chunk.to(layout.device) for chunk in build_model(architecture, megatron_config, spec)]
         load_hf_weights(self._chunks, architecture, get_weight)
@@ -87,20 +87,20 @@ class Actor:
         self._model = [
             DistributedDataParallel(
                 megatron_config,
-                of_ddp,
+                ddp_config,
                 chunk,
                 disable_bucketing=index > 0,  # as in Megatron's own training loop
             )
             for index, chunk in enumerate(self._chunks)
         ]
-        if of_ddp.overlap_grad_reduce:  # gradients are sent in the last micro-batch's backward pass, not in each
+        if ddp_config.overlap_grad_reduce:  # reduce gradients in the last micro-batch's backward pass only
             syncs = [model.no_sync for model in self._model]
             megatron_config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
         self._routers = Routers(self._chunks, architecture, layout, replays=config.routing_replay != "off")
-        self._gathers_late = of_ddp.use_distributed_optimizer and of_ddp.overlap_param_gather
+        self._gathers_late = ddp_config.use_distributed_optimizer and ddp_config.overlap_param_gather
         self._is_stale = False
-        """Whether weights that other ranks have updated are still to be fetched: overlap_param_gather leaves that to
-        the next forward pass."""
+        """True after an update whose weights have not been gathered: overlap_param_gather leaves that to the next
+        forward pass."""
         self._stream = WeightStream(self._chunks, architecture)
         self._optimizer: Any = None
         self._schedule: Any = None
@@ -111,17 +111,17 @@ class Actor:
     def start_phase(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Begin a training phase with a fresh optimizer and schedule; the weights stay."""
         self._gather_weights()
-        self._memory.come_back(self._optimizer)
+        self._memory.onload(self._optimizer)
         self._memory.forget_optimizer()
         self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
 
     def offload(self, *, weights: bool = False) -> None:
-        """Leave the device to servers that share it: gradients are freed, the optimizer's state goes to the host, and
-        with `weights` the weights too (after they were synced). What a later call needs comes back with it: `update`
-        brings all, `own_logprobs` and `weights` the weights; a checkpoint is written from the host."""
+        """Free the device for servers that share it: gradients are freed and the optimizer's state moves to the host,
+        with `weights` the weights too (sync them first). Later calls bring back what they need: `update` everything,
+        `own_logprobs` and `weights` the weights. A checkpoint is written from the host copy."""
         self._gather_weights()
-        self._memory.leave(self._optimizer, weights=weights)
+        self._memory.offload(self._optimizer, weights=weights)
 
     def update(
         self,
@@ -137,17 +137,17 @@ class Actor:
 
         Args:
             samples: at least those of this rank's data-parallel replica.
-            logprobs_out: takes the log-probabilities before the step, on the last pipeline stage.
-            routes: of `own_logprobs` over the same plan, replayed; None: those that the samples carry are.
+            logprobs_out: receives the log-probabilities before the step, on the last pipeline stage.
+            routes: experts to replay, which `own_logprobs` recorded over the same plan; None: those in the samples.
         """
         sums = self.accumulate(
             samples, plan, objective, temperature=temperature, logprobs_out=logprobs_out, routes=routes
         )
         tokens, loss = sums.pop("tokens", 0.0), sums.pop("loss", 0.0)
-        # checked before the step: Megatron looks for infinities only when it scales an fp16 loss
+        # we check before the step, because Megatron checks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        applied = self._everywhere(math.isfinite(loss) and math.isfinite(grad_norm))
+        applied = self._on_all_ranks(math.isfinite(loss) and math.isfinite(grad_norm))
         if applied:
             self._schedule.step(1)
             self._apply(grad_norm)
@@ -170,12 +170,12 @@ class Actor:
         logprobs_out: LogprobStore | None = None,
         routes: Recorded | None = None,
     ) -> dict[str, float]:
-        """Forward and backward over the whole plan, gradients reduced and left in the buffers; no optimizer step.
+        """Forward and backward over the whole plan; the reduced gradients stay in the buffers. No optimizer step.
 
         Returns:
             The loss hook's sums over the job.
         """
-        self._memory.come_back(self._optimizer)
+        self._memory.onload(self._optimizer)
         for model in self._model:
             model.zero_grad_buffer()
             model.train()
@@ -186,22 +186,22 @@ class Actor:
         return reduce_sums(hook.sums, self.layout)
 
     def grad_norm(self, samples: Samples, plan: PackPlan, objective: Objective, *, temperature: float = 1.0) -> float:
-        """Norm of the gradient of `samples`, as `update` reports it; the weights stay. The same on every rank."""
+        """The gradient norm that `update` would report for `samples`, the same on every rank; no optimizer step."""
         self.accumulate(samples, plan, objective, temperature=temperature)
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Full gradients under their names (adapters': PEFT's), as `accumulate` left them. Collective; for probes.
+        """The full gradients that `accumulate` left, under Hugging Face names (adapters under PEFT's). Collective.
 
-        Replicated over data-parallel ranks only without the distributed optimizer (which leaves each rank a shard).
+        Data-parallel ranks all have them only without the distributed optimizer, which leaves each rank a shard.
         """
         parameters = self._parameters()
         saved = [p.data for p in parameters]
         try:
             for parameter in parameters:
                 parameter.data = parameter.main_grad.to(parameter.dtype).view_as(parameter)  # type: ignore[attr-defined]
-            stream = self._fresh_stream().tensors()
+            stream = self._trained_stream().tensors()
             yield from ((name, tensor) for name, tensor in stream if not name.endswith(CORRECTION_BIAS))
         finally:
             for parameter, data in zip(parameters, saved, strict=True):
@@ -213,17 +213,17 @@ class Actor:
         """Log-probability of every completion token of this replica under the current weights; see `LogprobStore`.
 
         Args:
-            records: keep the experts that this pass goes through as the store's `routes`, on every rank.
+            records: keep the experts that this pass chooses as the store's `routes`, on every rank.
         """
         store, score = LogprobStore(), self._scorer(temperature)
 
         def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            """Megatron's loss hook for a forward-only pass: a constant."""
+            """Megatron's loss hook for a forward-only pass: stores the values and returns a constant loss."""
             values, _ = score(microbatch, hidden)
             store.add(microbatch, values)
             return torch.zeros((), device=hidden.device), {}
 
-        self._bring_weights()
+        self._prepare_weights()
         for model in self._model:
             model.eval()
         recorded: dict[int, list[Tensor]] | None = {} if records else None
@@ -239,7 +239,7 @@ class Actor:
         """Log-probability of every completion token under the current weights.
 
         Returns:
-            On rank 0 one array [num_completion_tokens] a sample, in the order of `samples`; None elsewhere.
+            On rank 0 one array [num_completion_tokens] per sample, in the order of `samples`; None elsewhere.
         """
         collected = self.own_logprobs(samples, plan, temperature=temperature).values
         gathered = to_rank_zero(collected if self.layout.reports else {})
@@ -249,9 +249,9 @@ class Actor:
         return [merged[i] for i in range(len(samples))]
 
     def freeze_reference(self, get_weight: Callable[[str], Tensor] | None = None) -> None:
-        """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads, as
-        in the constructor. The latter are not part of `sharded_state`: whoever loads it gives them again."""
-        self._bring_weights()
+        """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads (as
+        in the constructor). `sharded_state` leaves out the latter, so a resumed run must pass `get_weight` again."""
+        self._prepare_weights()
         self._reference = [tensor.detach().to("cpu", copy=True) for tensor in self._parameters() + self._biases()]
         self._saves_reference = get_weight is None
         if get_weight is not None:
@@ -260,9 +260,9 @@ class Actor:
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Swap the reference policy's weights in for the length of the block. Call `freeze_reference` before."""
+        """Use the reference policy's weights inside the block. Call `freeze_reference` first."""
         assert self._reference is not None, "freeze_reference has not been called"
-        self._bring_weights()
+        self._prepare_weights()
         self._swap_with_reference()
         try:
             yield
@@ -273,20 +273,20 @@ class Actor:
         self, to: Collection[int] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
         """All parameters as full tensors under their Hugging Face names, with adapters merged in, on the ranks in `to`
-        (None: all); the other ranks iterate too and are given nothing. Collective; see `WeightStream.tensors`."""
-        self._bring_weights()
+        (None: all). Collective: the other ranks iterate too and get no tensors. See `WeightStream.tensors`."""
+        self._prepare_weights()
         return self._stream.tensors(to, bucket_bytes)
 
     def adapters(self, to: Collection[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone, under PEFT's names; nothing without `actor.lora`. Collective, as `weights`."""
-        self._bring_weights()
-        return self._fresh_stream().tensors(to) if self._architecture.lora else iter(())
+        """Only the adapters, under PEFT's names; no tensors without `actor.lora`. Collective like `weights`."""
+        self._prepare_weights()
+        return self._trained_stream().tensors(to) if self._architecture.lora else iter(())
 
     def sharded_state(self, *, loading: bool = False) -> dict[str, Any]:
         """Megatron's sharded state dict of model, optimizer and schedule, for saving or as a template to load into."""
         self._gather_weights()
         if loading:
-            self._memory.come_back(self._optimizer)
+            self._memory.onload(self._optimizer)
         metadata = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             "distrib_optim_sharding_type": "fully_reshardable",
@@ -296,11 +296,12 @@ class Actor:
         chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in self._chunks]
         names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
         model = dict(zip(names, chunks, strict=True))
-        with _named_briefly():
+        with _printed_by_key():
             optimizer = self._optimizer.sharded_state_dict(
                 model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
             )
-        if self._config.fp8 == "off":  # FP8 state beside the weights; else empty, and specific to a layer spec
+        # without FP8 the extra state of layers is empty, and specific to a layer spec: not written
+        if self._config.fp8 == "off":
             model = {name: _only(chunk, _is_tensor) for name, chunk in model.items()}
         state = {**model, "optimizer": optimizer, "schedule": self._schedule.state_dict()}
         if self._saves_reference:
@@ -308,19 +309,19 @@ class Actor:
         return state if loading else self._from_host(state)
 
     def _from_host(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same state with what is away read from the host, and nothing in pinned memory."""
-        every = {id(p) for chunk in self._chunks for p in chunk.parameters()}  # frozen ones leave too
-        away = every if "weights" in self._memory.away else set()
+        """The same state, with offloaded weights read from the host copy and no tensor in pinned memory."""
+        weights = {id(p) for chunk in self._chunks for p in chunk.parameters()}  # frozen ones are offloaded too
+        offloaded = weights if "weights" in self._memory.offloaded else set()
         for value in nested_values(state):
             if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and isinstance(value.data, Tensor):
-                if id(value.data) in away:
+                if id(value.data) in offloaded:
                     value.data = self._memory.host_view(value.data)
                 value.data = pageable(value.data)
         return state
 
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a state that was loaded into the template of `sharded_state(loading=True)`."""
-        self._memory.forget_optimizer()  # its tensors are about to be others
+        self._memory.forget_optimizer()  # loading replaces its tensors
         for index, chunk in enumerate(self._chunks):
             loaded = state["model" if len(self._chunks) == 1 else f"model{index}"]
             missing, unexpected = chunk.load_state_dict(loaded, strict=False)
@@ -329,24 +330,24 @@ class Actor:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
         settings = [{key: group[key] for key in GROUP_SETTINGS} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
-        for group, mine in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(mine)
+        for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(configured)
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
         if self._reference is not None and self._saves_reference:
-            named = [
+            loaded_reference = [
                 state["reference"][str(index)][name]
                 for index, chunk in enumerate(self._chunks)
                 for name, parameter in chunk.named_parameters()
                 if parameter.requires_grad
             ]
-            for kept, loaded in zip(self._reference, named, strict=False):
+            for kept, loaded in zip(self._reference, loaded_reference, strict=False):
                 kept.copy_(loaded)
 
     def _sharded_reference(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """The reference policy as sharded tensors: the parameters' own, with a prefix and with its data."""
+        """The reference policy as the parameters' sharded tensors, with its data and the key prefix `reference.`."""
         assert self._reference is not None
-        # of the biases, no more: a reference that is saved is the run's own start and has the same
+        # without the correction biases: a saved reference is the run's starting policy, and training leaves them alone
         kept = {id(p): tensor for p, tensor in zip(self._parameters(), self._reference, strict=False)}
         sharded = {
             str(index): _only(chunk.sharded_state_dict(metadata=metadata), _is_tensor)
@@ -358,19 +359,19 @@ class Actor:
         return sharded
 
     def _apply(self, grad_norm: float) -> None:
-        """The part of Megatron's `step` after the norm; all of it would prepare and reduce the gradients twice."""
+        """The part of Megatron's `step` after the norm: a whole `step` would prepare and reduce the gradients again."""
         parameters = [p for part in self._optimizer.chained_optimizers for p in part.get_parameters()]
         if parameters:
             config = self._optimizer.config
-            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # gradients are then not in `.grad`
+            decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # then gradients are not in `.grad`
             clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, use_decoupled_grad=decoupled)
         self._optimizer.step_with_ready_grads()
         self._is_stale = self._gathers_late
 
-    def _bring_weights(self) -> None:
-        """The weights, as the last update left them, on the device. Collective."""
+    def _prepare_weights(self) -> None:
+        """Make sure that the weights of the last update are complete and on the device. Collective."""
         self._gather_weights()
-        self._memory.come_back(self._optimizer, weights_only=True)
+        self._memory.onload(self._optimizer, weights_only=True)
 
     def _gather_weights(self) -> None:
         if self._is_stale:
@@ -378,9 +379,9 @@ class Actor:
                 model.start_param_sync(force_sync=True)
             self._is_stale = False
 
-    def _everywhere(self, mine: bool) -> bool:
-        """Whether `mine` is true on all ranks. Collective."""
-        flag = torch.tensor([int(mine)], device=self.layout.device)
+    def _on_all_ranks(self, is_true_here: bool) -> bool:
+        """Whether `is_true_here` on every rank. Collective."""
+        flag = torch.tensor([int(is_true_here)], device=self.layout.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
@@ -394,7 +395,7 @@ class Actor:
         routes: Recorded | None = None,
         recorded: dict[int, list[Tensor]] | None = None,
     ) -> None:
-        """Forward and backward passes over this replica's packs; `routes` and `recorded` as `Routers.replaying`."""
+        """Forward and backward passes over this replica's packs; see `Routers.replaying` for `routes`, `recorded`."""
         packs = (
             build_microbatch(samples, packed, device=self.layout.device, context=self.layout.context)
             for packed in plan.microbatches[self.layout.data_parallel_rank]
@@ -403,11 +404,11 @@ class Actor:
         def forward(iterator: Iterator[Microbatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             pack = next(iterator)
             tokens, positions = pack.tokens[:, pack.local], pack.packed.position_ids[None]
-            with over(pack, self._model.index(model)):
+            with forward_pass(pack, self._model.index(model)):
                 output = model(tokens, positions, None, packed_seq_params=pack.packed)
             return output, partial(hook, pack)
 
-        with self._routers.replaying(samples, routes, recorded) as over:
+        with self._routers.replaying(samples, routes, recorded) as forward_pass:
             run_schedule(forward, packs, self._model, plan, self.layout, forward_only=forward_only)
 
     def _scorer(self, temperature: float) -> Scorer:
@@ -420,8 +421,8 @@ class Actor:
         )
         return Scorer(self._chunks[-1], self.layout, projection)
 
-    def _fresh_stream(self) -> WeightStream:
-        """Of what is trained: all parameters, or adapters alone."""
+    def _trained_stream(self) -> WeightStream:
+        """A stream of what is trained: all parameters, or only the adapters."""
         return WeightStream(self._chunks, self._architecture, adapters=self._architecture.lora is not None)
 
     def _parameters(self) -> list[Tensor]:
@@ -462,10 +463,10 @@ def _only(sharded: dict[str, Any], wanted: Callable[[Any], bool]) -> dict[str, A
 
 
 @contextmanager
-def _named_briefly() -> Iterator[None]:
-    """Sharded tensors print as their names. Megatron formats each one that an optimizer does not track, values and all,
-    for a line that is not logged (of a mixture, experts and the rest have an optimizer each), and those that are away
-    from the device cannot be printed."""
+def _printed_by_key() -> Iterator[None]:
+    """Inside the block a sharded tensor prints as its key. Megatron formats each one that an optimizer does not track,
+    with all values, for a log line below the log level; an offloaded tensor cannot be printed. (Such tensors exist in a
+    mixture of experts, which has one optimizer for the experts and one for the rest.)"""
     ShardedTensor.__str__ = ShardedTensorFactory.__str__ = lambda tensor: tensor.key
     try:
         yield

@@ -1,9 +1,9 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
 Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences; a layer spec is the public way
-to replace it. On CUDA in half precision this calls a variable-length flash kernel (`find_kernel`). Elsewhere it gathers
-sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking makes right padding
-harmless, and a few large calls are faster than one small call per sequence.
+to replace it. On CUDA in half precision the attention here calls a variable-length flash kernel (`find_kernel`).
+Elsewhere it gathers sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking
+makes right padding harmless, and a few large calls are faster than one small call per sequence.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dppo_megatron.weights.layer_parts import Rope
 
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
-    """Sequences of one pack that attend in the same call: similar lengths, so little padding."""
+    """Sequences of one pack that share an attention call: of similar lengths, so there is little padding."""
 
     query_index: Tensor
     """[B * Q] position of each query among this rank's tokens; padding repeats a row's last token."""
@@ -42,11 +42,11 @@ class LengthBucket:
     """[B * L] position of each key in the whole pack, padded in the same way."""
     batch: int
     mask: Tensor | None
-    """[B, 1, Q, L] True where a query may look; None: causal, all that one rank alone needs without a window."""
+    """[B, 1, Q, L] True where a query sees a key; None: plain causal (neither context parallelism nor a window)."""
 
 
-class Attending(NamedTuple):
-    """How one rank attends over a pack."""
+class BucketedPack(NamedTuple):
+    """One rank's part of a pack, divided into length buckets."""
 
     buckets: tuple[LengthBucket, ...]
     row_of_token: Tensor
@@ -55,20 +55,20 @@ class Attending(NamedTuple):
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's description of a pack, plus what our attention derives from it once for all layers."""
+    """Megatron's description of a pack, plus what this attention computes from it once for all layers."""
 
     slots: tuple[int, ...] = (0,)
     context: ContextShare = field(default_factory=ContextShare)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _rotations: dict[tuple[Rope, torch.dtype], Rotation] = field(default_factory=dict)
-    _attending: dict[int | None, Attending] = field(default_factory=dict)
+    _bucketed: dict[int | None, BucketedPack] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
-        """A planned micro-batch.
+        """Describe a planned micro-batch.
 
-        Attention runs over whole slots: causal masking hides a slot's padding tail from its sequence, and the kernels
-        meet one set of offsets instead of two.
+        Attention runs over whole slots: causal masking hides a slot's padding tail from its sequence, and kernels need
+        one set of offsets instead of two.
         """
         slots = plan.cu_seqlens_padded
         offsets = to_device(torch.tensor(slots, dtype=torch.int32), device)
@@ -91,7 +91,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         return to_device(whole[self.context.indices(self.slots)], self.device)
 
     def rotation(self, rope: Rope, dtype: torch.dtype) -> Rotation:
-        """The rotary angles of this rank's tokens; made at the first layer and kept for the others."""
+        """The rotary angles of this rank's tokens, computed in the first layer and kept for the others."""
         key = rope, dtype
         if key not in self._rotations:
             self._rotations[key] = rotation_at(rope, self.position_ids, dtype)
@@ -99,18 +99,18 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def whole_pack_index(self) -> Tensor:
-        """[T] position of each token of the pack among the ranks' shares, concatenated."""
+        """[T] where each token of the pack is in the concatenation of all ranks' shares."""
         shares = [replace(self.context, rank=rank).indices(self.slots) for rank in range(self.context.size)]
         return to_device(torch.argsort(torch.cat(shares)), self.device)
 
-    def attending(self, window: int | None = None) -> Attending:
-        """The length buckets of layers with this window, made at the first of them; not needed by kernels that take the
-        offsets."""
-        if window not in self._attending:
-            self._attending[window] = self._attend(window)
-        return self._attending[window]
+    def bucketed(self, window: int | None = None) -> BucketedPack:
+        """The length buckets for layers with this window, computed in the first of them. Kernels that take offsets do
+        not need them."""
+        if window not in self._bucketed:
+            self._bucketed[window] = self._make_buckets(window)
+        return self._bucketed[window]
 
-    def _attend(self, window: int | None) -> Attending:
+    def _make_buckets(self, window: int | None) -> BucketedPack:
         by_size: dict[int, list[tuple[int, int]]] = {}
         for start, end in pairwise(self.slots):
             by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
@@ -129,13 +129,13 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
                     None if bucket.mask is None else to_device(bucket.mask, self.device),
                 )
             )
-        return Attending(tuple(buckets), to_device(row_of_token, self.device))
+        return BucketedPack(tuple(buckets), to_device(row_of_token, self.device))
 
 
 def _bucket(
     members: Sequence[tuple[int, int]], context: ContextShare, window: int | None
 ) -> tuple[LengthBucket, Tensor]:
-    """The bucket of slots (start, length), and [B * Q] which of its query rows are no padding."""
+    """The bucket of the slots (start, length), and [B * Q] True for query rows that are not padding."""
     start = torch.tensor([start for start, _ in members])[:, None]
     length = torch.tensor([length for _, length in members])[:, None]
     key = torch.arange(int(length.max()))[None]
@@ -189,13 +189,13 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query [T, H, D], key [T, K, D] and value [T, K, V] with K dividing H -> [T, H * V]; T tokens of this rank."""
+        """query [T, H, D], key [T, K, D], value [T, K, V] -> [T, H * V]; K divides H, T counts this rank's tokens."""
         assert packed_seq_params is not None, "the actor always packs"
         packed = packed_seq_params
         half = query.dtype in (torch.float16, torch.bfloat16)
         if self._kernel is not None and half and packed.context.size == 1:
             size = value.size(-1)
-            value = F.pad(value, (0, query.size(-1) - size))  # kernels take heads of one size
+            value = F.pad(value, (0, query.size(-1) - size))  # kernels need query, key and value heads of one size
             offsets, longest = packed.cu_seqlens_q, packed.max_seqlen_q
             out = self._kernel(query, key, value, offsets, longest, self._scale, self._window)[..., :size]
         else:
@@ -205,8 +205,8 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         if packed.context.size > 1:
             key, value = (self._whole_pack(tensor, packed) for tensor in (key, value))
-        rows, attending = [], packed.attending(self._window)
-        for bucket in attending.buckets:
+        rows, bucketed = [], packed.bucketed(self._window)
+        for bucket in bucketed.buckets:
             q, k, v = (
                 tensor.index_select(0, index).view(bucket.batch, -1, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, index in (
@@ -225,10 +225,10 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
                 enable_gqa=query.size(1) != key.size(1),
             )
             rows.append(attended.transpose(1, 2).reshape(-1, query.size(1), value.size(2)))
-        return torch.cat(rows).index_select(0, attending.row_of_token)
+        return torch.cat(rows).index_select(0, bucketed.row_of_token)
 
     def _whole_pack(self, tensor: Tensor, packed: PackedSequences) -> Tensor:
-        """Keys or values of all ranks in the pack's own order; the backward pass sums their gradients over ranks."""
+        """Keys or values of all ranks, in the pack's order; the backward pass sums their gradients over ranks."""
         shares = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._context_group)
         whole: Tensor = shares.index_select(0, packed.whole_pack_index)
         return whole
@@ -241,8 +241,8 @@ class PackedAttention(Rotating, UnrotatedAttention):
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm for the local layer spec.
 
-    Megatron's WrappedTorchNorm refuses sequence parallelism. Tagging the weight is all that is missing: Megatron
-    then sums its gradient over the tensor-parallel ranks. Gemma's multiplies by 1 + weight, which bfloat16 would round.
+    Megatron's WrappedTorchNorm refuses sequence parallelism, which only needs a mark on the weight: Megatron then sums
+    its gradient over the tensor-parallel ranks. Gemma multiplies by 1 + weight, in float32: bfloat16 would round it.
     """
 
     returns_residual = False  # read by megatron-core from 0.19 on
@@ -262,8 +262,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedResidual(torch.nn.Module):
-    """Adds a half of a layer, normed, to the residual stream: Gemma's norms and GLM-4's, in Megatron's place for bias
-    and dropout, the only one of its layer behind attention and feed-forward.
+    """Norms the output of attention or feed-forward and adds it to the residual stream, as Gemma and GLM-4 do.
+
+    It replaces Megatron's bias-dropout-add, the only module of a layer that runs after attention and feed-forward.
 
     Args:
         norm: Transformer Engine's class or `RMSNorm`.
@@ -274,12 +275,12 @@ class NormedResidual(torch.nn.Module):
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """What Megatron calls with (output, no bias), the residual and no dropout, [T (/ tp), 1, hidden] each."""
+        """The function that Megatron calls with ((output, None), residual, 0.0); tensors are [T (/ tp), 1, hidden]."""
         return self._add
 
     def _add(self, output_with_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
         output, _ = output_with_bias
-        # Megatron switches gradients on here, in passes without them too, where this would keep every layer's input
+        # Megatron enables gradients here even in passes without them, and would then keep every layer's input
         with torch.set_grad_enabled(output.requires_grad):
             added: Tensor = residual + self.norm(output)
         return added
@@ -291,14 +292,14 @@ _LARGEST_HEAD = 256
 
 
 VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
-"""Causal attention inside each sequence of a pack: query [T, H, D], key and value [T, K, D] with K dividing H, offsets
+"""Causal attention inside each sequence of a pack: query [T, H, D], key and value [T, K, D] where K divides H, offsets
 [sequences + 1] int32, longest length, scale, window -> [T, H, D]. A token sees `window` tokens, itself included."""
 
 
 def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
-    """The kernel for this machine and head size, and one phrase for the log that says which, or why there is none.
+    """The kernel for this machine and head size, and a phrase for the log that names it or the reason for its absence.
 
-    flash-attn's is used if installed: every version has grouped queries, causal masking and a scale. Else torch's.
+    flash-attn is preferred if installed: every version has grouped queries, causal masking and a scale. Else torch's.
     """
     if not torch.cuda.is_available():
         return None, "padded batches (no CUDA device)"
@@ -316,8 +317,8 @@ def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None, f"padded batches (no flash-attn, and torch {torch.__version__} has no varlen_attn)"
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # before 2.12
-        return None, f"padded batches (no flash-attn, and varlen_attn of torch {torch.__version__} has no groups)"
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
+        return None, f"padded batches (no flash-attn; varlen_attn of torch {torch.__version__} has no grouped queries)"
     return from_torch(varlen_attn), "torch's varlen_attn"
 
 
@@ -333,7 +334,7 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """The same offsets and longest length for queries and keys."""
+        """Passes the same offsets and longest length for queries and for keys."""
         options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
         if window is not None:
             options["window_size"] = (window - 1, 0)
@@ -343,7 +344,7 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
 
 
 def from_torch(function: Callable[..., Any]) -> VarlenKernel:
-    """torch's `varlen_attn`, as it is since 2.12, as a `VarlenKernel`."""
+    """torch's `varlen_attn` (2.12 or newer) as a `VarlenKernel`."""
 
     def kernel(
         query: Tensor,
@@ -354,7 +355,7 @@ def from_torch(function: Callable[..., Any]) -> VarlenKernel:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """Causal by a window: all before or so many, nothing behind."""
+        """Causal by its window of (tokens before, tokens after): -1 is all of them, and there are 0 after."""
         options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
         grouped = query.size(1) != key.size(1)
         out: Tensor = function(query, key, value, offsets, offsets, longest, longest, **options, enable_gqa=grouped)

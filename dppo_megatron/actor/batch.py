@@ -17,7 +17,7 @@ from dppo_megatron.types import PackedMicrobatch, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One pack of T tokens. Position t holds an input token, and everything about the token it predicts."""
+    """One pack of T tokens. Position t holds an input token and everything about the token that it predicts."""
 
     samples: tuple[int, ...]
     """Positions of the packed samples in the step's list of samples."""
@@ -27,45 +27,45 @@ class Microbatch:
     targets: Tensor
     """[T] int64, the next token; 0 on padding."""
     mask: Tensor
-    """[T] 1.0 where the target is a completion token."""
+    """[T] float64, 1 where the target is a completion token, else 0."""
     coefficient: Tensor
     """[T] float64, weight / denominator of the token's sample where `mask` is 1, else 0."""
     figure_weight: Tensor
-    """[T] float64, what the token counts in figures of the policy; 0 where `mask` is 0."""
+    """[T] float64, the token's weight in metrics of the policy; 0 where `mask` is 0."""
     behaviour_logprobs: Tensor
     """[T] float64, 0 where `mask` is 0."""
     old_logprobs: Tensor
-    """[T] float64; the behaviour's if the samples carry none."""
+    """[T] float64; `behaviour_logprobs` if the samples carry none."""
     reference_logprobs: Tensor
     """[T] float64; 0 if the samples carry none."""
     advantages: Tensor
     """[T] float64."""
     sequence: Tensor
-    """[T] int64, position of the token's sequence in this pack; a closing dummy segment counts as a sequence."""
+    """[T] int64, index of the token's sequence in this pack; a final dummy segment counts as a sequence."""
     local: Tensor
     """[T / CP] int64, positions in the pack of the tokens that this context-parallel rank holds."""
     trained: Tensor
-    """int64, positions in the pack where `mask` is 1. Made on the host: a boolean index would wait for the device."""
+    """int64, positions in the pack where `mask` is 1, from the host: a boolean index would wait for the device."""
     local_trained: Tensor
-    """int64, likewise among `local`."""
+    """int64, the indices into `local` where `mask` is 1."""
     trained_lengths: tuple[int, ...]
-    """How many of `trained` belong to each sample, in the order of `samples`, in which the pack has them."""
+    """How many of `trained` belong to each sample, in the order of `samples`, which is also that of the pack."""
 
 
 Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
-"""Place in the plan -> sample; a mapping holds those of this rank's data-parallel replica."""
+"""Index in the plan -> sample; a mapping may hold only those of this rank's data-parallel replica."""
 
 
 def build_microbatch(
     samples: Samples, packed: PackedMicrobatch, *, device: torch.device, context: ContextShare | None = None
 ) -> Microbatch:
-    """Lay `samples[i] for i in packed.members` into their slots; the rest of the slots is padding without loss.
+    """Write `samples[i] for i in packed.members` into their slots; the rest of each slot is padding without loss.
 
     A pack without members is one dummy sequence: the schedule is collective, so every rank must run it.
     """
     context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
-    # two pieces of memory, so that all of a pack's numbers go to the device in two copies
+    # two tensors, so that a whole pack moves to the device in two copies
     integers = torch.zeros(3, num_tokens, dtype=torch.int64)
     floats = torch.zeros(7, num_tokens, dtype=torch.float64)
     tokens, targets, sequence = integers.numpy()

@@ -1,14 +1,14 @@
-"""The softmax of the output layer as two Triton kernels: what `logprobs.TorchSoftmax` computes, in one pass each.
+"""The softmax of the output layer as two Triton kernels: what `softmax.TorchSoftmax` computes, in one pass each.
 
-The multiplications stay with cuBLAS; what is fused is everything around them. torch makes some ten passes over float32
-copies of a chunk's logits, these kernels read them once in the model's type:
+cuBLAS still does the matrix multiplications; the kernels fuse everything between them. torch makes some ten passes over
+float32 copies of a chunk's logits, these kernels read them once in the model's type:
 
-    statistics   one program a token, over its columns in blocks: running maximum, sum of exponentials, and their
+    statistics   one program per token, over its columns in blocks: running maximum, sum of exponentials, and their
                  weighted sum, which are rescaled whenever a block raises the maximum
-    gradient     one program a token and block of columns: reads a logit, writes its gradient in the same place
+    gradient     one program per token and block of columns: reads a logit, writes its gradient in the same place
 
-With only half-precision logits in memory a chunk may be several times as long as torch's for the same peak, so the
-float32 gradient of the weight is added to less often. Results differ from torch's by rounding alone. Importing this
+With only half-precision logits in memory, a chunk may be several times as long as torch's for the same peak memory, so
+there are fewer additions to the weight's float32 gradient. Results differ from torch's only by rounding. Importing this
 module needs Triton; with TRITON_INTERPRET=1 its kernels run on a CPU, which is how they are tested. It has not run on
 a GPU.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 from dppo_megatron.actor.softmax import BackwardChunk, Projection
 
 _COLUMNS = 4096
-"""Columns of a block: 16 a thread of 8 warps."""
+"""Columns of a block: 16 for each thread of 8 warps."""
 _LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
-"""Instead of minus infinity, whose difference with itself is not a number."""
+"""Used for minus infinity, because -inf - (-inf) is NaN."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -93,33 +93,33 @@ def _gradient(  # type: ignore[no-untyped-def]
 class TritonSoftmax:
     """A `Softmax` for float32 and half precision."""
 
-    def __init__(self, columns: int = _COLUMNS) -> None:
-        self._block = columns
+    def __init__(self, block_columns: int = _COLUMNS) -> None:
+        self._block_columns = block_columns
 
     def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
         tokens, columns = logits.shape
         numbers = projection.num_real(columns), projection.first_column(columns), float(projection.temperature)
         strides = logits.stride(0), out.stride(0)
-        _statistics[(tokens,)](logits, targets, out, *strides, *numbers, BLOCK=self._block, num_warps=8)
+        _statistics[(tokens,)](logits, targets, out, *strides, *numbers, BLOCK=self._block_columns, num_warps=8)
 
     def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
         """See `Softmax`; in place."""
         tokens, columns = logits.shape
         numbers = projection.num_real(columns), projection.first_column(columns), float(projection.temperature)
-        unused = chunk.entropy  # a kernel's argument must be a tensor, also where it is not read
-        given = [grad if grad is None else grad.contiguous() for grad in (chunk.grad_logprobs, chunk.grad_entropy)]
-        _gradient[(tokens, triton.cdiv(columns, self._block))](
+        unused = chunk.entropy  # stands for a missing gradient: a kernel's argument must be a tensor even if unread
+        grads = [grad if grad is None else grad.contiguous() for grad in (chunk.grad_logprobs, chunk.grad_entropy)]
+        _gradient[(tokens, triton.cdiv(columns, self._block_columns))](
             logits,
             chunk.targets,
             chunk.log_normalizer,
             chunk.entropy,
-            *(unused if grad is None else grad for grad in given),
+            *(unused if grad is None else grad for grad in grads),
             logits.stride(0),
             columns,
             *numbers,
-            HAS_LOGPROBS=given[0] is not None,
-            HAS_ENTROPY=given[1] is not None,
-            BLOCK=self._block,
+            HAS_LOGPROBS=grads[0] is not None,
+            HAS_ENTROPY=grads[1] is not None,
+            BLOCK=self._block_columns,
             num_warps=8,
         )
         return logits

@@ -1,13 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V3) over packs: Megatron's module with this project's positions.
+"""Multi-head latent attention (DeepSeek-V3) over packs: Megatron's module with this project's rotary embedding.
 
-    hidden --linear_q_down--> [q rank] --norm, linear_q_up--> queries: a part without positions, a part that turns
+    hidden --linear_q_down--> [q rank] --norm, linear_q_up--> queries: a part without positions, a rotary part
       '----linear_kv_down--> [kv rank] --norm, linear_kv_up--> keys without positions, values
-                         '-> the part of the keys that turns, one for all heads
+                         '-> the rotary part of the keys, shared by all heads
 
-Megatron turns its parts here, by the tables and sequence lengths that `rotary.py` avoids. Here queries and keys begin
-with the part that turns, so that the core attention rotates it as a partial rotary embedding; a product of queries and
-keys is the same in any order of their dimensions. Where Megatron splits linear_kv_down over ranks (its local layers),
-it loses a part of the gradient too: each rank has that of its own heads alone, and their sum is wanted.
+Megatron's own method applies rotary embedding with the tables and sequence lengths that `rotary.py` avoids. Here the
+rotary part comes first in queries and keys, so that the core attention can rotate it as a partial rotary embedding; the
+order of dimensions does not change a product of queries and keys. Megatron's method also loses gradient in local
+layers, where linear_kv_down is split over ranks: a rank's gradient of the shared rotary part covers only its own heads,
+and Megatron does not sum it over ranks (`_of_all_heads` does).
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from dppo_megatron.weights.layer_parts import halves
+from dppo_megatron.weights.layer_parts import deinterleave
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Queries, keys and values of a pack, to be rotated by the core attention."""
+    """Computes queries, keys and values of a pack; the core attention rotates them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         c = self.config
         rows = {"linear_q_down_proj": c.q_lora_rank, "linear_kv_down_proj": c.kv_lora_rank + c.qk_pos_emb_head_dim}
-        for name, whole in rows.items():
+        for name, all_rows in rows.items():
             weight = getattr(getattr(self, name, None), "weight", None)
-            if weight is not None and len(weight) == whole:
-                # Transformer Engine marks any weight as a shard, and the gradient's norm would count this once a rank
+            if weight is not None and len(weight) == all_rows:
+                # Transformer Engine marks even an unsplit weight as a shard: the gradient norm would add it every rank
                 weight.tensor_model_parallel = False
 
     def get_query_key_value_tensors(
@@ -51,38 +52,38 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
             queries, _ = self.linear_q_proj(hidden_states)
         else:
             (compressed,) = self._compressed(self.linear_q_down_proj, hidden_states, [c.q_lora_rank])
-            compressed = self.q_layernorm(self._shared_out(compressed, hidden_states))
+            compressed = self.q_layernorm(self._as_input_tokens(compressed, hidden_states))
             queries, _ = self.linear_q_up_proj(compressed)
         sizes = [c.kv_lora_rank, c.qk_pos_emb_head_dim]
-        latent, turning = self._compressed(self.linear_kv_down_proj, hidden_states, sizes)
-        latent = self.kv_layernorm(self._shared_out(latent, hidden_states))
+        latent, rotary = self._compressed(self.linear_kv_down_proj, hidden_states, sizes)
+        latent = self.kv_layernorm(self._as_input_tokens(latent, hidden_states))
         keys_values, _ = self.linear_kv_up_proj(latent)
         queries = queries.view(-1, heads, c.qk_head_dim + c.qk_pos_emb_head_dim)
-        still_q, turning_q = queries.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        still_k, values = keys_values.view(-1, heads, c.qk_head_dim + c.v_head_dim).split(
+        plain_q, rotary_q = queries.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
+        plain_k, values = keys_values.view(-1, heads, c.qk_head_dim + c.v_head_dim).split(
             [c.qk_head_dim, c.v_head_dim], -1
         )
-        turning_k = self._of_all_heads(turning, len(values)).view(-1, 1, c.qk_pos_emb_head_dim)
-        query = torch.cat([halves(turning_q), still_q], -1)
-        key = torch.cat([halves(turning_k).expand(-1, heads, -1), still_k], -1)
+        rotary_k = self._of_all_heads(rotary, len(values)).view(-1, 1, c.qk_pos_emb_head_dim)
+        query = torch.cat([deinterleave(rotary_q), plain_q], -1)
+        key = torch.cat([deinterleave(rotary_k).expand(-1, heads, -1), plain_k], -1)
         return query, key, values, compressed, latent
 
     def _compressed(self, linear: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
-        """What `linear` puts out, whole in the last dimension, in parts of these sizes. Of all tokens where Megatron
-        splits the layer's rows, of this rank's where each rank has them (Transformer Engine)."""
+        """The full output of `linear`, split into these sizes along the last dimension: of all tokens if Megatron
+        splits the layer's rows over ranks, of this rank's if every rank has all rows (Transformer Engine)."""
         out, _ = linear(hidden_states)
         if out.size(-1) != sum(sizes):
             out = gather_from_tensor_model_parallel_region(out)
         return list(out.split(sizes, -1))
 
-    def _shared_out(self, compressed: Tensor, hidden_states: Tensor) -> Tensor:
-        """As many tokens as this rank holds between layers."""
-        whole = len(compressed) != len(hidden_states)
-        return scatter_to_sequence_parallel_region(compressed) if whole else compressed
+    def _as_input_tokens(self, compressed: Tensor, hidden_states: Tensor) -> Tensor:
+        """`compressed` for the tokens of `hidden_states` only: this rank's, under sequence parallelism."""
+        has_all = len(compressed) != len(hidden_states)
+        return scatter_to_sequence_parallel_region(compressed) if has_all else compressed
 
-    def _of_all_heads(self, turning: Tensor, tokens: int) -> Tensor:
-        """[T, 1, turning dim], whose gradient is the sum over the heads of all ranks."""
-        is_share = len(turning) != tokens
+    def _of_all_heads(self, rotary: Tensor, tokens: int) -> Tensor:
+        """[T, 1, rotary dim] of all tokens; its gradient is summed over the heads of all ranks."""
+        is_share = len(rotary) != tokens
         spread = gather_from_sequence_parallel_region if is_share else copy_to_tensor_model_parallel_region
-        whole: Tensor = spread(turning)
-        return whole
+        all_tokens: Tensor = spread(rotary)
+        return all_tokens

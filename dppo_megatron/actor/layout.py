@@ -1,7 +1,7 @@
 """The process group, the model-parallel groups, and this rank's place in them.
 
-The only place that calls Megatron's `parallel_state` to build groups. Everything else receives the frozen
-`Layout`, so a test can read what a function depends on.
+Only this module calls Megatron's `parallel_state` to build groups. Everything else receives the frozen `Layout`, which
+shows what a function depends on.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dppo_megatron.weights.architecture import Architecture
 class ContextShare:
     """Which tokens of a pack one rank of a context-parallel group holds.
 
-    Each sequence is split into 2 CP chunks and rank r takes chunks r and 2 CP - 1 - r, the order that Megatron's rotary
-    embedding and Transformer Engine use: causal attention then costs every rank the same.
+    Each sequence is split into 2 CP chunks and rank r takes chunks r and 2 CP - 1 - r, as in Megatron's rotary
+    embedding and Transformer Engine: causal attention then costs every rank the same.
     """
 
     rank: int = 0
     size: int = 1
 
     def position(self, local: Tensor, length: Tensor) -> Tensor:
-        """Position in its sequence of this rank's `local`-th token; `length` of the slot, a multiple of 2 CP."""
+        """The position in its sequence of this rank's `local`-th token; `length` is the slot's, a multiple of 2 CP."""
         chunk = length // (2 * self.size)
         first = local < chunk
         return torch.where(first, self.rank * chunk + local, (2 * self.size - 2 - self.rank) * chunk + local)
@@ -65,14 +65,14 @@ class Layout:
     context: ContextShare
     sequence_parallel: bool
     reports: bool
-    """One rank of each data-parallel replica's last stage, which computes the loss: its sums count once."""
+    """True on one rank of each data-parallel replica's last pipeline stage: only its loss sums are counted."""
     device: torch.device
 
 
-_PATIENCE = timedelta(days=7)
-"""Timeout of the job's group after the rendezvous. Ranks wait in it while rank 0 waits for servers, which may take
-hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, and Megatron's groups keep their own
-timeouts."""
+_GROUP_TIMEOUT = timedelta(days=7)
+"""Timeout of the job's group after the rendezvous. Ranks wait in this group while rank 0 waits for servers, which may
+take hours; torch's default is 10 minutes. `observe/watchdog.py` detects dead ranks, and Megatron's groups keep their
+own timeouts."""
 
 
 @reported_by_each_rank()
@@ -80,16 +80,16 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process.
 
     Args:
-        rendezvous_timeout_s: how long the ranks wait for each other to come.
+        rendezvous_timeout_s: how long a rank waits for the others to join.
 
     Raises:
-        RunAborted: not all of them came in that time, or they could not be connected.
-        UserError: this rank has no GPU of its own, or gloo or NCCL no network interface.
+        RunAborted: not all ranks joined in that time, or they could not be connected.
+        UserError: this rank has no GPU of its own, or gloo or NCCL has no network interface.
     """
     if dist.is_initialized():
         return
-    raise_file_limit()  # a socket for each rank that this one talks to, and 1,024 are usual
-    # gloo beside NCCL: plans, scalars and tokens travel on the host, and no wait is inside a kernel (distributed.py)
+    raise_file_limit()  # a rank needs a socket for each rank that it talks to; the usual limit is 1,024
+    # gloo beside NCCL: plans, scalars and tokens stay in host memory, and no rank waits in a kernel (distributed.py)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         set_cuda_variables()
@@ -99,20 +99,20 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     check_interfaces(uses_nccl=torch.cuda.is_available())
-    timeout = min(timedelta(seconds=rendezvous_timeout_s), _PATIENCE)
+    timeout = min(timedelta(seconds=rendezvous_timeout_s), _GROUP_TIMEOUT)
     try:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, timeout=timeout)
-        dist.barrier()  # over gloo: all have come
-    except (RuntimeError, ValueError) as error:  # torch raises one or the other, depending on what it waited for
+        dist.barrier()  # over gloo: returns when all ranks have joined
+    except (RuntimeError, ValueError) as error:  # which of the two depends on what torch waited for
         raise RunAborted(
             f"could not meet the other ranks of {os.environ.get('WORLD_SIZE', '?')} within guard.rendezvous_timeout_s ="
             f" {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank been started, with the same"
             " MASTER_ADDR and MASTER_PORT?"
         ) from None
     assert dist.group.WORLD is not None
-    dist.distributed_c10d._set_pg_timeout(_PATIENCE, dist.group.WORLD)  # of its NCCL too, for operations from here on
-    dist.distributed_c10d._get_default_store().set_timeout(_PATIENCE)
+    dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, dist.group.WORLD)  # gloo and NCCL, for all later operations
+    dist.distributed_c10d._get_default_store().set_timeout(_GROUP_TIMEOUT)
     connect([dist.group.WORLD], _this_device(), rendezvous_timeout_s)
 
 
@@ -126,7 +126,7 @@ def _own_device(local_rank: int, count: int) -> int:
 
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:
-    """Create Megatron's process groups on top of the job's and seed its random number generators."""
+    """Create Megatron's process groups inside the job's group and seed Megatron's random number generators."""
     with on_loopback_if_one_machine():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_parallel,
@@ -156,11 +156,11 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
 
 @reported_by_each_rank()
 def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: float = 600.0) -> None:
-    """Have the communicators made of those of Megatron's groups through which this model trains; see `connect`.
+    """Create the communicators of the Megatron groups that training this model uses; see `connect`.
 
-    Not of all: there are up to 15 of more than one rank, and each takes device memory for good (0.5 to 0.7 GB on four
-    A100s, NVIDIA/nccl issue 964). A group that another feature uses (FP8 with delayed scaling) is connected when all
-    its members first call it.
+    The other groups get none: up to 15 groups have more than one rank, and each communicator takes device memory for
+    good (0.5 to 0.7 GB on four A100s, NVIDIA/nccl issue 964). A group that only another feature uses (FP8 with delayed
+    scaling) is connected when its members first use it.
     """
     sharded = actor.optimizer.distributed
     groups = [
@@ -168,12 +168,12 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
         parallel_state.get_context_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
-        # the norm of the gradient
+        # the group that sums the gradient norm
         parallel_state.get_intra_distributed_optimizer_instance_group()
         if sharded
         else parallel_state.get_model_parallel_group(),
     ]
-    if architecture.tied_embeddings:  # none on a stage in the middle
+    if architecture.tied_embeddings:  # the group is None on middle stages
         groups += [parallel_state.get_embedding_group(check_initialized=False)]
     if architecture.experts is not None:
         groups += [
@@ -181,7 +181,7 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_tensor_and_model_parallel_group(),
         ]
-    if actor.layout.expert_parallel > 1:  # else experts are replicated as all else is
+    if actor.layout.expert_parallel > 1:  # otherwise experts are replicated over the same ranks as all parameters
         groups += [parallel_state.get_expert_data_parallel_group()]
         groups += [] if sharded else [parallel_state.get_expert_tensor_model_pipeline_parallel_group()]
     connect([group for group in groups if group is not None], _this_device(), timeout_s)
@@ -192,16 +192,16 @@ def _this_device() -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on the device, without waiting for what that still does.
+    """Copy a small host tensor to the device without waiting for the device.
 
-    A plain `.to(device)` reads pageable memory, so the host waits until the device has done all that it was given
-    before. From pinned memory it runs ahead.
+    A plain `.to(device)` copies from pageable memory, so the host waits until the device has finished all earlier work.
+    With pinned memory the host continues at once.
     """
-    held = tensor.pin_memory() if device.type == "cuda" else tensor  # torch keeps it until the copy is done
-    return held.to(device, non_blocking=True)
+    source = tensor.pin_memory() if device.type == "cuda" else tensor  # torch keeps it until the copy is done
+    return source.to(device, non_blocking=True)
 
 
 def stop_process_group() -> None:
-    """Leave the groups of Megatron and torch. No collective works after it."""
+    """Destroy the process groups of Megatron and torch. No collective works afterwards."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,10 +1,11 @@
 """Token log-probabilities and entropy from hidden states without materializing the logits of a whole pack.
 
-A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and their gradient as much again. So the
-output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers a
-token, the backward pass multiplies again. Only positions that predict a completion token are computed, which makes up
-for part of the second multiplication. Peak memory beside the model: some four float32 tensors of [chunk, V / tp]. The
-weight's gradient goes straight into Megatron's float32 buffer for it; without one, into a float32 tensor of its shape.
+A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and as much again for their gradient. So the
+output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers per
+token, the backward pass computes the logits again. Only positions that predict a completion token are computed, which
+saves part of the cost of the second multiplication. Peak memory beside the model: some four float32 tensors of
+[chunk, V / tp]. The weight's gradient is added directly to Megatron's float32 gradient buffer; if the weight has none,
+to a float32 tensor of its shape.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from dppo_megatron.types import FloatArray, TrainSample, UserError
 class LogprobStore:
     """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches.
 
-    They stay on the ranks that computed them, a replica's last pipeline stage: those whose loss reads them.
+    They stay on the ranks that computed them, a replica's last pipeline stage, because the loss there reads them.
     """
 
     routes: Recorded | None = None
-    """The experts that the pass went through, if it recorded them."""
+    """The experts that the pass chose, if it recorded them."""
     _arrays: dict[int, FloatArray] = field(default_factory=dict)
     _on_device: list[tuple[Sequence[int], Sequence[int], Tensor]] = field(default_factory=list)
-    """Samples, their lengths and values of packs not yet fetched: to fetch each at once would have the host wait for
-    the device in every micro-batch."""
+    """Samples, their lengths and the values of packs that are still on the device: fetching each pack at once would
+    make the host wait for the device in every micro-batch."""
 
     def add(self, microbatch: Microbatch, logprobs: Tensor) -> None:
-        """Add those of one pack [T]."""
+        """Add the log-probabilities [T] of one pack."""
         trained = logprobs.detach()[microbatch.trained]
         self._on_device.append((microbatch.samples, microbatch.trained_lengths, trained))
 
     @property
     def values(self) -> dict[int, FloatArray]:
-        """Place of the sample in the plan -> [completion tokens], float64; empty on other stages."""
+        """Index of the sample in the plan -> [completion tokens], float64; empty on other pipeline stages."""
         if self._on_device:
             samples, lengths, parts = zip(*self._on_device, strict=True)
             flat = torch.cat(parts).double().cpu().numpy()
@@ -59,21 +60,21 @@ class LogprobStore:
         return self._arrays
 
     def as_old(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
-        """The samples with these as `old_logprobs`; unchanged where this rank has none."""
+        """The samples with these values as `old_logprobs`; samples without values here are unchanged."""
         return {i: replace(s, old_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
 
     def as_reference(self, samples: Mapping[int, TrainSample]) -> dict[int, TrainSample]:
-        """The samples with these as `reference_logprobs`; likewise."""
+        """The samples with these values as `reference_logprobs`; samples without values here are unchanged."""
         return {i: replace(s, reference_logprobs=self.values[i]) if i in self.values else s for i, s in samples.items()}
 
 
 @contextmanager
 def without_backward() -> Iterator[None]:
-    """`torch.no_grad()` for passes that no backward pass follows, none being under way.
+    """`torch.no_grad()` for forward passes without a backward pass. No backward pass may be under way.
 
-    In these too Megatron announces parts of layers that `actor.recompute_modules` names, and Transformer Engine notes
-    each in a list from whose front backward passes take: left alone, it grows with every step, and a backward pass is
-    given the notes of an earlier pass.
+    Even here Megatron registers the modules in `actor.recompute_modules` with Transformer Engine, which queues an entry
+    for each, to be taken by a backward pass. Without the clearing below the queue grows with every step, and the next
+    backward pass takes the entries of this forward pass.
     """
     with torch.no_grad():
         yield
@@ -86,7 +87,7 @@ def chunked_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, projection
     """Log-probability of each target and entropy of each distribution, both differentiable.
 
     Args:
-        hidden: [T, H], the same on every rank of the group; its gradient is this rank's vocabulary's part only.
+        hidden: [T, H], the same on every rank of the group; its gradient covers only this rank's vocabulary.
         weight: [V / tp, H] this rank's rows of the output projection.
         targets: [T] int64 global token ids.
 
@@ -105,7 +106,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         statistics = hidden.new_empty(4, len(hidden), dtype=dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
-            # multiplied in the model's type, as rollout engines do
+            # the product is in the model's dtype, as in rollout engines
             projection.softmax.statistics(hidden[rows] @ weight.t(), targets[rows], projection, out=statistics[:, rows])
         peak, normalizer, weighted, target_logit = _over_ranks(statistics, projection.group)
         log_normalizer = normalizer.log()
@@ -121,33 +122,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, targets, entropy, log_normalizer = ctx.saved_tensors
         projection: Projection = ctx.projection
         grad_hidden = torch.zeros_like(hidden)
-        # accumulates over chunks and micro-batches: in bfloat16 small contributions would be lost
+        # a float32 accumulator over chunks and micro-batches: bfloat16 would lose small contributions
         grad_weight: Tensor | None = getattr(weight, "main_grad", None)
         in_place = grad_weight is not None and grad_weight.dtype == log_normalizer.dtype
-        trained = ctx.needs_input_grad[1]  # not with adapters
+        trained = ctx.needs_input_grad[1]  # False with adapters
         if trained and (grad_weight is None or not in_place):
             grad_weight = torch.zeros_like(weight, dtype=log_normalizer.dtype)
         for rows in _chunks(len(hidden), projection.chunk_tokens):
-            own = (None if grad is None else grad[rows] for grad in grads)
-            chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *own)
+            chunk_grads = (None if grad is None else grad[rows] for grad in grads)
+            chunk = BackwardChunk(targets[rows], log_normalizer[rows], entropy[rows], *chunk_grads)
             grad_logits = projection.softmax.gradient(hidden[rows] @ weight.t(), chunk, projection)
             grad_hidden[rows] = grad_logits @ weight
             if trained:
                 grad_weight += grad_logits.t() @ hidden[rows]
         if grad_weight is None:
             return grad_hidden, None, None, None
-        return grad_hidden, _as_added(weight) if in_place else grad_weight.to(weight.dtype), None, None
+        return grad_hidden, _placeholder_grad(weight) if in_place else grad_weight.to(weight.dtype), None, None
 
 
-def _as_added(weight: Tensor) -> Tensor:
-    """What Megatron's hook is given of a gradient that is in `main_grad` already, by its own convention: it demands a
-    tensor, and adds it only to a tied embedding's, where autograd has added the lookup's gradient to this one."""
+def _placeholder_grad(weight: Tensor) -> Tensor:
+    """What Megatron's hook expects for a gradient that is already in `main_grad`: a tensor that it does not add. The
+    exception is a tied embedding, where autograd adds the lookup's gradient to this tensor, so it must be zero."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """A `Softmax`'s statistics of all ranks' columns together: two exchanges a pack, none on one rank."""
+    """A `Softmax`'s statistics combined over all ranks' columns: two all-reduces per pack, none on a single rank."""
     if group.size() == 1:
         return statistics
     peak, exp, weighted, picked = statistics
@@ -160,22 +161,22 @@ def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def choose_softmax(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Softmax, str]:
-    """What `actor.logprob_kernel` asks for, and one word for the log, with the reason where `auto` could not fuse.
+    """The softmax for this `actor.logprob_kernel`, and its name for the log, with the reason if it is torch's.
 
     Raises:
         UserError: `triton` cannot run here.
     """
-    lacks = ""
+    problem = ""
     if device.type != "cuda":
-        lacks = "there is no CUDA device"
+        problem = "there is no CUDA device"
     elif dtype == torch.float64:
-        lacks = "float64 is torch's"
+        problem = "only torch computes in float64"
     elif importlib.util.find_spec("triton") is None:
-        lacks = "Triton is not installed"
-    if wanted == "triton" and lacks:
-        raise UserError(f"actor.logprob_kernel = triton: {lacks}; use auto or torch")
-    if wanted == "torch" or lacks:
-        return TorchSoftmax(), f"torch ({lacks or 'as configured'})"
+        problem = "Triton is not installed"
+    if wanted == "triton" and problem:
+        raise UserError(f"actor.logprob_kernel = triton: {problem}; use auto or torch")
+    if wanted == "torch" or problem:
+        return TorchSoftmax(), f"torch ({problem or 'as configured'})"
     from dppo_megatron.actor.fused_softmax import TritonSoftmax
 
     return TritonSoftmax(), "triton"

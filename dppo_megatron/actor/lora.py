@@ -1,15 +1,15 @@
-"""Low-rank adapters on Megatron's linear layers: B A x alpha / r is added to what a layer puts out.
+"""Low-rank adapters on Megatron's linear layers: B A x alpha / r is added to a layer's output.
 
 Each projection has its own A and B, as in PEFT, also where Megatron fuses several into one layer
-(`weights/mapping.py:adapter_rows`). How they lie on the ranks, and what is sent, always r numbers a token:
+(`weights/mapping.py:adapter_rows`). How tensor-parallel ranks split A and B, and what they exchange, r numbers a token:
 
     column-parallel   A on every rank, B by rows as the weight      A x is gathered over the sequence, or copied
     row-parallel      A by columns as the weight, B on every rank   A x is summed over the ranks
-    experts           the same, without a message                   gradients of what every rank has are summed
-    on every rank     both on every rank, as the weight             nothing (Transformer Engine's latent attention)
+    experts           the same                                      only gradients of the replicated parts
+    replicated        both on every rank, as the weight             nothing (Transformer Engine's latent attention)
 
-What is on every rank gets one gradient: where ranks share a sequence, Megatron sums the parts after the last
-micro-batch (`sequence_parallel`); experts over tensor parallelism sum theirs in the backward pass.
+Replicated parts get the same gradient on every rank: with sequence parallelism Megatron sums it after the last
+micro-batch (`sequence_parallel`); for experts with tensor parallelism it is summed in the backward pass.
 """
 
 from __future__ import annotations
@@ -52,38 +52,38 @@ from dppo_megatron.weights.mapping import (
 
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
 _LINEAR = ("linear_qkv", "linear_fc1", *_ROW_PARALLEL)
-_OF_LATENT = ("linear_q_proj", *(f"linear_{of}_{way}_proj" for of in ("q", "kv") for way in ("down", "up")))
-_SENT = {
+_LATENT_LINEAR = ("linear_q_proj", *(f"linear_{part}_{way}_proj" for part in ("q", "kv") for way in ("down", "up")))
+_EXCHANGE = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
     (True, False): reduce_from_tensor_model_parallel_region,
     (True, True): reduce_scatter_to_sequence_parallel_region,
 }
-"""What becomes of A x, by (row-parallel, sequence-parallel)."""
+"""(row-parallel, sequence-parallel) -> how ranks exchange A x."""
 
 
 def add_adapters(chunks: Sequence[GPTModel], architecture: Architecture, seed: int) -> None:
-    """Freeze every parameter and give the targets of `architecture.lora` adapters, whose product is 0; in place.
+    """Freeze all parameters and add adapters to the targets of `architecture.lora`, in place. B starts at 0.
 
-    Numbers of A are drawn as PEFT's are, from U(-1 / sqrt(in), 1 / sqrt(in)), and depend on seed, layer, expert and
-    projection only: they are the same at every layout.
+    A is drawn as in PEFT, from U(-1 / sqrt(in), 1 / sqrt(in)). It depends only on seed, layer, expert and projection,
+    so it is the same in every layout.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
         for name, module in list(chunk.named_modules()):
-            if name.rpartition(".")[2] not in (*_LINEAR, *_OF_LATENT):
+            if name.rpartition(".")[2] not in (*_LINEAR, *_LATENT_LINEAR):
                 continue
             key, place = _address(chunk, name, architecture)
             if adapter_key(key, "a") in adapter_rows(architecture):
                 kind: Any = type(module)
-                module.__class__ = _adapted(kind)  # as Megatron's own layer is, with its keys
+                module.__class__ = _adapted(kind)  # still Megatron's own layer, with the same state-dict keys
                 module.adapt(key, place, architecture, seed)
-        if chunk.pre_process:  # recomputed layers pass no gradient on to their parameters if their input has none
+        if chunk.pre_process:  # recomputation gives a layer's parameters no gradient if its input requires none
             chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
 
 
 def _address(chunk: GPTModel, name: str, architecture: Architecture) -> tuple[str, Place]:
-    """Global key and place of the weight of a linear layer.
+    """The global key and place of a linear layer's weight.
 
     Example: the second stage's decoder.layers.0.mlp.linear_fc1 -> decoder.layers.mlp.linear_fc1.weight, (2,)
     """
@@ -103,7 +103,7 @@ def _adapted(linear: Any) -> type:
 
 
 class _Adapter(torch.nn.Module):
-    """What an adapter adds to a parallel linear layer, local or Transformer Engine's: the layer becomes one of both."""
+    """Mixin that adds an adapter to a parallel linear layer of Megatron or Transformer Engine (see `_adapted`)."""
 
     lora_a: Tensor
     lora_b: Tensor
@@ -111,31 +111,32 @@ class _Adapter(torch.nn.Module):
     config: TransformerConfig
 
     def adapt(self, key: str, place: Place, architecture: Architecture, seed: int) -> None:
-        """Make the parameters of the layer whose weight is `key`."""
+        """Create this rank's A and B for the weight `key`."""
         assert architecture.lora is not None
-        self._is_expert, self._by_rows = is_expert(key), key.split(".")[-2] in _ROW_PARALLEL
-        self._gated, self._scale = "linear_fc1" in key, architecture.lora.alpha / architecture.lora.rank
-        of_experts = parallel_state.get_expert_tensor_parallel_group
-        group = of_experts() if self._is_expert else parallel_state.get_tensor_model_parallel_group()
+        self._is_expert, self._is_row_parallel = is_expert(key), key.split(".")[-2] in _ROW_PARALLEL
+        self._is_gated, self._scale = "linear_fc1" in key, architecture.lora.alpha / architecture.lora.rank
+        expert_group = parallel_state.get_expert_tensor_parallel_group
+        group = expert_group() if self._is_expert else parallel_state.get_tensor_model_parallel_group()
         self._group, rank, size = group, group.rank(), group.size()
-        self._is_copy = not self._by_rows and size > 1 and len(self.weight) == full_shape(key, architecture)[0]
-        if self._is_copy:
+        has_all_rows = len(self.weight) == full_shape(key, architecture)[0]
+        self._is_replicated = not self._is_row_parallel and size > 1 and has_all_rows
+        if self._is_replicated:
             rank, size = 0, 1
-        a = _drawn(adapter_key(key, "a"), place, architecture, seed)
+        a = _initial_a(adapter_key(key, "a"), place, architecture, seed)
         parts = adapter_parts(key, architecture)
-        if self._by_rows:
+        if self._is_row_parallel:
             a = a.chunk(size, dim=1)[rank]
-        else:  # gate and up are split each by itself
-            parts = torch.cat([half.chunk(size)[rank] for half in parts.chunk(2 if self._gated else 1)])
-        is_whole = len(a) == architecture.lora.rank and not parts.any()
-        self._parts = None if is_whole else parts.to(self.weight.device)
+        else:  # gate and up are split over the ranks separately
+            parts = torch.cat([half.chunk(size)[rank] for half in parts.chunk(2 if self._is_gated else 1)])
+        has_one_block = len(a) == architecture.lora.rank and not parts.any()
+        self._parts = None if has_one_block else parts.to(self.weight.device)
         b = a.new_zeros(len(parts), architecture.lora.rank)
-        for name, half, is_split in (("lora_a", a, self._by_rows), ("lora_b", b, not self._by_rows)):
-            split = is_split and not self._is_copy
+        for name, half, is_split in (("lora_a", a, self._is_row_parallel), ("lora_b", b, not self._is_row_parallel)):
+            split = is_split and not self._is_replicated
             parameter: Any = torch.nn.Parameter(half.to(self.weight.device, self.weight.dtype, copy=True).contiguous())
-            # counted once in the norm of the gradient: what experts have on every rank, by the first of these
-            once = split or (self._is_expert and rank == 0)
-            set_tensor_model_parallel_attributes(parameter, once, 1 if self._by_rows else 0, 1)
+            # the gradient norm must count replicated parts once; for experts the group's first rank counts them
+            is_counted = split or (self._is_expert and rank == 0)
+            set_tensor_model_parallel_attributes(parameter, is_counted, 1 if self._is_row_parallel else 0, 1)
             parameter.allreduce = not (self._is_expert and parallel_state.get_expert_model_parallel_world_size() > 1)
             parameter.sequence_parallel = self._sequence_parallel and not split
             self.register_parameter(name, parameter)
@@ -145,45 +146,45 @@ class _Adapter(torch.nn.Module):
         return bool(self.config.sequence_parallel) and not self._is_expert and self._group.size() > 1
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As the layer's own, [T, 1, in] -> [T, 1, out], with the adapter's product added."""
+        """The layer's own output plus the adapter's: [T, 1, in] -> [T, 1, out]."""
         output, bias = super().forward(input_, *args, **kwargs)
         return output + self._product(input_), bias
 
     def _product(self, input_: Tensor) -> Tensor:
         a, b, group = self.lora_a, self.lora_b, self._group
-        if self._is_expert:  # the dispatcher gathers a token for all ranks before, and sums what they put out after
-            if self._by_rows:
+        if self._is_expert:  # the dispatcher gathers the tokens before the expert and sums the ranks' outputs after it
+            if self._is_row_parallel:
                 b = copy_to_tensor_model_parallel_region(b, group=group)
             else:
                 a = copy_to_tensor_model_parallel_region(a, group=group)
         inner = F.linear(input_, a) * self._scale
-        if not self._is_expert and not self._is_copy:
-            inner = _SENT[self._by_rows, self._sequence_parallel](inner, group=group)
+        if not self._is_expert and not self._is_replicated:
+            inner = _EXCHANGE[self._is_row_parallel, self._sequence_parallel](inner, group=group)
         return F.linear(inner, b if self._parts is None else by_block(b, self._parts, len(a) // b.size(1)))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """As the layer's own; `lora_a` or `lora_b` is split as the weight is."""
-        found: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        own: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        """The layer's own, with `lora_a` and `lora_b`; one of them is split as the weight is."""
+        layer: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        adapter: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"lora_a": self.lora_a, "lora_b": self.lora_b},
             prefix,
-            {} if self._is_copy else {"lora_a": 1} if self._by_rows else {"lora_b": 0},
+            {} if self._is_replicated else {"lora_a": 1} if self._is_row_parallel else {"lora_b": 0},
             sharded_offsets,
             tp_group=self._group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if self._gated:
+        if self._is_gated:
             name = f"{prefix}lora_b"
-            own[name] = apply_swiglu_sharded_factory(own[name], sharded_offsets)
-        return found | own
+            adapter[name] = apply_swiglu_sharded_factory(adapter[name], sharded_offsets)
+        return layer | adapter
 
 
-def _drawn(key: str, place: Place, architecture: Architecture, seed: int) -> Tensor:
-    """[targets x r, in] float32: A of the weight `key`."""
+def _initial_a(key: str, place: Place, architecture: Architecture, seed: int) -> Tensor:
+    """[targets x r, in] float32: the initial A of the weight `key`."""
     names, (rows, width) = hf_names(key, place, architecture), full_shape(key, architecture)
-    every = list(dict.fromkeys([*PROJECTIONS, *(architecture.latent.projections if architecture.latent else ())]))
-    of = [every.index(name.split(".")[-3]) for name in names]
+    known = list(dict.fromkeys([*PROJECTIONS, *(architecture.latent.projections if architecture.latent else ())]))
+    projections = [known.index(name.split(".")[-3]) for name in names]
     where = (*layer_of(key, place), *(place[-1:] if is_expert(key) else ()))
-    size = rows // len(of), width
-    drawn = [generator(seed, "lora", one, *where).random(size, dtype="float32") for one in of]
+    size = rows // len(projections), width
+    drawn = [generator(seed, "lora", index, *where).random(size, dtype="float32") for index in projections]
     return torch.from_numpy((2.0 * np.concatenate(drawn) - 1.0) * width**-0.5)

@@ -1,6 +1,6 @@
-"""The loss hook: multiplies per-token losses by the samples' weights so that nothing downstream rescales them.
+"""The loss hook: multiplies per-token losses by the samples' weights and cancels Megatron's own scaling.
 
-The hook returns sum_t coefficient_t * loss_t, with coefficient = weight / frozen denominator carried by the sample.
+The hook returns sum_t coefficient_t * loss_t, where coefficient = weight / frozen denominator of the sample.
 Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
 so the hook multiplies by both: the gradient is exactly that of the weighted full-batch objective, however the
 samples were packed, split over ranks or into pipeline micro-batches. (Under context parallelism every rank of the
@@ -31,12 +31,12 @@ class Scorer:
     """Computes log-probabilities and entropies of a whole pack from the hidden states of one micro-batch."""
 
     model: GPTModel
-    """The chunk with the output layer."""
+    """The model chunk with the output layer."""
     layout: Layout
     projection: Projection
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, T / cp (/ tp with sequence parallelism), H] -> ([T], [T]), 0 where the mask is 0, alike on all ranks."""
+        """[1, T / cp (/ tp with sequence parallelism), H] -> ([T], [T]), 0 where the mask is 0; equal on all ranks."""
         if self.layout.sequence_parallel:
             rows = gather_from_sequence_parallel_region(hidden[0])
         else:
@@ -47,7 +47,7 @@ class Scorer:
         whole = [values.new_zeros(len(rows)).index_copy(0, trained, values) for values in both]
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
-            # every rank then computes the same loss, so the backward pass takes this rank's rows and sums nothing
+            # every rank then computes the same loss, so the backward pass takes this rank's rows without summing
             shares = (
                 gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
                 for values in whole
@@ -66,13 +66,13 @@ class LossHook:
     layout: Layout
     num_microbatches: int
     logprobs_out: LogprobStore | None = None
-    """Takes the log-probabilities of every pack."""
+    """Receives the log-probabilities of every pack."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Over this rank's completion tokens so far, float64: `loss` with its coefficients; `tokens` and each diagnostic
-    with the samples' figure weights: Horvitz-Thompson estimates of the sums over what was rolled out."""
+    """Float64 sums over this rank's completion tokens so far. `loss` is weighted with the coefficients; `tokens` and
+    the diagnostics with `figure_weight`: Horvitz-Thompson estimates of the sums over all rolled-out tokens."""
 
     def __call__(self, microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Scorer` for the shape -> (scalar loss, nothing for the schedule to collect)."""
+        """Hidden states (shape: see `Scorer`) -> (scalar loss, an empty dict: the schedule has nothing to collect)."""
         logprobs, entropy = self.score(microbatch, hidden)
         dtype = logprobs.dtype
         result = self.objective(
@@ -87,15 +87,15 @@ class LossHook:
                 sequence=microbatch.sequence,
             )
         )
-        # where, not a product: a user's loss may be infinite on a prompt position, and infinity times 0 is NaN
+        # torch.where, because a user's loss may be infinite at a prompt position, and infinity times a mask of 0 is NaN
         loss = torch.where(microbatch.mask > 0, result.loss, 0.0) @ microbatch.coefficient.to(dtype)
         if self.logprobs_out is not None:
             self.logprobs_out.add(microbatch, logprobs)
         self._add("loss", loss.detach())
-        counted = microbatch.figure_weight
-        self._add("tokens", (counted > 0).double() @ counted)  # a product as below: the mean of ones is exactly 1
+        weight = microbatch.figure_weight
+        self._add("tokens", (weight > 0).double() @ weight)  # summed as below, so that a mean of ones is exactly 1
         for name, values in result.diagnostics.items():
-            self._add(name, torch.where(counted > 0, values.double(), 0.0) @ counted)
+            self._add(name, torch.where(weight > 0, values.double(), 0.0) @ weight)
         return loss * (self.num_microbatches * self.layout.data_parallel), {}
 
     def _add(self, name: str, value: Tensor) -> None:
@@ -103,7 +103,7 @@ class LossHook:
 
 
 def reduce_sums(sums: dict[str, Tensor], layout: Layout) -> dict[str, float]:
-    """Add the hooks' sums over the job; every rank gets the result. Collective."""
+    """Add up the hooks' sums over all ranks; every rank gets the result. Collective."""
     mine = {name: float(value) for name, value in sums.items()} if layout.reports else {}
     totals: dict[str, float] = {}
     for part in gather_all([mine]):

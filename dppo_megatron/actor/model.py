@@ -2,8 +2,8 @@
 
 There are two layer specs: Transformer Engine's where it is installed on CUDA, else Megatron's local one with this
 project's packed attention and norm. Both have the same sharded keys, so checkpoints and the weight table fit both.
-Positions enter in the attention (`rotary.py`). The model returns hidden states;
-`logprobs.py` applies the output layer in chunks.
+The attention applies the position embedding (`rotary.py`). The model returns hidden states; `logprobs.py` applies the
+output layer in chunks.
 """
 
 from __future__ import annotations
@@ -54,29 +54,29 @@ _RECIPES: dict[str, dict[str, Any]] = {
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
 }
-"""`actor.fp8` to Megatron's settings; the token multiples of each are in packing/alignment.py."""
+"""`actor.fp8` -> Megatron's settings; packing/alignment.py has the multiple of tokens that each recipe needs."""
 
 
 def overrides(
     architecture: Architecture, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
 ) -> tuple[Overrides, Overrides]:
-    """Megatron's configurations of the model and of its data parallelism, to be built."""
-    ours, of_ddp = _settings(architecture, dtype, config, spec), _ddp_settings(config, dtype)
+    """What Megatron's configurations of the model and of its data parallelism are built from."""
+    ours, ours_for_ddp = _settings(architecture, dtype, config, spec), _ddp_settings(config, dtype)
     cls = TransformerConfig if architecture.latent is None else MLATransformerConfig
     return (
         Overrides("actor.megatron", cls, ours, config.megatron, config.fp8),
-        Overrides("actor.ddp", DistributedDataParallelConfig, of_ddp, config.ddp, config.fp8),
+        Overrides("actor.ddp", DistributedDataParallelConfig, ours_for_ddp, config.ddp, config.fp8),
     )
 
 
 def check_settings(
     config: ActorConfig, architecture: Architecture, dtype: torch.dtype, spec: LayerSpec, *, runs_here: bool
 ) -> list[str]:
-    """Check `actor.megatron` and `actor.ddp`; returns the line of `not_tried`. Needs no process group.
+    """Check `actor.megatron` and `actor.ddp`; returns the warning of `not_tried`. Needs no process group.
 
     Args:
-        runs_here: the job will run on this machine. Else only the fields' names are checked: what Megatron itself
-            refuses depends on the packages that are installed.
+        runs_here: the job will run on this machine. If not, only our own tables are checked, because Megatron's checks
+            depend on the installed packages.
 
     Raises:
         UserError: a field that cannot have its value.
@@ -85,7 +85,7 @@ def check_settings(
     for one in both if runs_here else ():
         one.build()
     flex = architecture.experts and config.megatron.get("moe_token_dispatcher_type") == "flex"
-    if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron looks when it builds a layer
+    if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron checks when it builds a layer
         raise UserError(
             "actor.megatron.moe_token_dispatcher_type = flex: DeepEP is not installed (the package deep_ep); use"
             " alltoall"
@@ -94,7 +94,7 @@ def check_settings(
 
 
 def not_tried(both: Sequence[Overrides]) -> list[str]:
-    """A line that names the given fields which no test here trains with; none if there are none."""
+    """One warning that names the fields in use which no test here trains with; empty if there are none."""
     names = sorted(name for one in both for name in one.untested())
     return [f"not tried here, watch loss and mismatch: {', '.join(names)}"] if names else []
 
@@ -109,10 +109,10 @@ def _ddp_settings(config: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec) -> dict[str, Any]:
-    """Our values of Megatron's fields.
+    """Our values for the fields of Megatron's TransformerConfig.
 
     The fusions that are off need CUDA extensions of Apex or Transformer Engine. They stay off with Transformer Engine
-    too: fused rotary and activation kernels differ from the rollout engine's by enough to show as ratio spikes.
+    too: fused rotary and activation kernels differ enough from the rollout engine's to cause spikes in the ratio.
     """
     layout, chunks = config.layout, config.layout.virtual_pipeline
     settings: dict[str, Any] = dict(
@@ -139,7 +139,7 @@ def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfi
         context_parallel_size=layout.context_parallel,
         pipeline_dtype=dtype,
         sequence_parallel=layout.sequence_parallel and layout.tensor_parallel > 1,
-        variable_seq_lengths=chunks == 1,  # Megatron's interleaved schedule exchanges one shape only
+        variable_seq_lengths=chunks == 1,  # the interleaved schedule supports only one shape
         batch_p2p_comm=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         attention_softmax_in_fp32=True,
@@ -178,7 +178,7 @@ def _recomputation(config: ActorConfig) -> dict[str, Any]:
 
 
 def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -> dict[str, Any]:
-    # Megatron asks for this dispatcher with variable lengths, for dense models too
+    # Megatron requires this dispatcher with variable lengths, even for dense models
     settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     experts = architecture.experts
     if experts is None:
@@ -186,7 +186,7 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
     if experts.is_sigmoid:
         settings |= _like_deepseek(experts)
     return settings | {
-        # as a list it gives each layer keys of its own in the sharded state dict (`Architecture.has_layer_keys`)
+        # a list gives each layer its own keys in the sharded state dict (`Architecture.has_layer_keys`)
         "moe_layer_freq": [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)],
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
@@ -198,7 +198,7 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
         "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # its statistics would cover the kept completions only
-        "moe_grouped_gemm": spec == "te" and not config.lora.experts,  # an adapter is a layer's
+        "moe_grouped_gemm": spec == "te" and not config.lora.experts,  # adapters need a linear layer per expert
         "moe_router_padding_for_quantization": config.fp8 != "off",
         "expert_model_parallel_size": config.layout.expert_parallel,
         "expert_tensor_parallel_size": config.layout.expert_tensor_parallel or config.layout.tensor_parallel,
@@ -209,11 +209,11 @@ def _latent(latent: Latent) -> dict[str, Any]:
     return {
         "q_lora_rank": latent.query_rank or None,
         "kv_lora_rank": latent.rank,
-        "qk_head_dim": latent.still_dim,
-        "qk_pos_emb_head_dim": latent.turning_dim,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
         "v_head_dim": latent.value_dim,
         "rope_type": "rope",
-        # Megatron multiplies the softmax's scale by (1 + mscale_all_dim log(rotary_scaling_factor) / 10) squared
+        # Megatron multiplies the softmax scale by (1 + mscale_all_dim log(rotary_scaling_factor) / 10)^2: latent.scale
         "rotary_scaling_factor": math.e,
         "mscale_all_dim": 10.0 * (math.sqrt(latent.scale) - 1.0),
     }
@@ -224,13 +224,13 @@ def _gemma(gemma: Gemma) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "activation_func": gelu,
         "softmax_scale": gemma.softmax_scale,
-        "window_size": (gemma.window - 1, 0),  # so many before a token, none behind
+        "window_size": (gemma.window - 1, 0),  # tokens before and after the token itself
         "window_attn_skip_freq": [int(has_window) for has_window in gemma.windowed],
     }
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Gemma's, by tanh."""
+    """Gemma's GELU, with the tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -238,7 +238,7 @@ def _like_deepseek(experts: Experts) -> dict[str, Any]:
     """Fields for sigmoid routers."""
     is_limited = experts.groups > 1
     return {
-        # fixed in RL: it balances the load over pre-training's data, and engines have no call to change it
+        # not updated in RL: it balances the load over pre-training's data, and engines cannot be told to change it
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": experts.groups if is_limited else None,
@@ -247,7 +247,7 @@ def _like_deepseek(experts: Experts) -> dict[str, Any]:
 
 
 def build_model(architecture: Architecture, config: TransformerConfig, spec: LayerSpec) -> list[GPTModel]:
-    """This rank's model chunks, with random weights: one, or one for each virtual pipeline stage."""
+    """This rank's model chunks with random weights: one for each virtual pipeline stage, or a single one."""
     count, chunks = config.virtual_pipeline_model_parallel_size, []
     for stage in range(count) if count else [None]:
         at: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
@@ -260,7 +260,7 @@ def build_model(architecture: Architecture, config: TransformerConfig, spec: Lay
             post_process=parallel_state.is_pipeline_last_stage(**at),
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="none",  # the attention rotates (rotary.py)
+            position_embedding_type="none",  # the attention applies it (rotary.py)
             vp_stage=stage,
         )
         if model.pre_process and architecture.gemma is not None:
@@ -272,17 +272,17 @@ def build_model(architecture: Architecture, config: TransformerConfig, spec: Lay
 
 
 class ScaledEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
-    """Gemma's: times the root of the hidden size, rounded to the weights' type as in transformers."""
+    """Gemma's: multiplied by the square root of the hidden size, which is rounded to the weights' dtype as in HF."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As Megatron's, [1, T] token ids -> [T (/ tp), 1, H]."""
+        """[1, T] token ids -> [T (/ tp), 1, H], with Megatron's arguments."""
         embedded: Tensor = super().forward(*args, **kwargs)
         return embedded * torch.tensor(self.config.hidden_size**0.5).to(embedded.dtype)
 
 
 class DeferredOutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """Passes hidden states on: whole logits of a long pack, in float32 for the loss, would be the largest tensor of a
-    step. The weight stays in Megatron's module, which handles its sharding and tying."""
+    """Returns hidden states unchanged: the float32 logits of a whole long pack would be the largest tensor of a step.
+    The weight stays in Megatron's module, which handles its sharding and tying."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         """[T / tp, 1, H] (with sequence parallelism) -> the same."""
@@ -305,14 +305,14 @@ def _layers(
     virtual_stage: int | None,
     kinds: Callable[[bool, Rope], ModuleSpec],
 ) -> list[ModuleSpec]:
-    """A spec for each layer of this stage: `kinds` gives that of a layer with experts or without, by its positions."""
+    """The spec of each layer of this stage, from `kinds(has_experts, position embedding)`."""
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     stage = range(first, first + count)
     return [kinds(architecture.has_experts(layer), architecture.rope_of(layer)) for layer in stage]
 
 
-_KEYS = {
+_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
@@ -321,7 +321,7 @@ _LATENT = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""A local layer's norms by the keys of Transformer Engine's spec, where they are a part of the layers behind them."""
+"""Key prefix of a local layer's norm -> that of Transformer Engine's spec, which fuses norm and linear layer."""
 
 
 def _local_spec(
@@ -336,19 +336,19 @@ def _local_spec(
             normalization="RMSNorm",
         )
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        keys = layer.submodules.sharded_state_dict_keys_map = dict(_KEYS if architecture.latent is None else _LATENT)
-        if has_experts:  # a separate norm in Transformer Engine's spec, so its key must not be part of fc1 here
+        keys = layer.submodules.sharded_state_dict_keys_map = dict(_NORMS if architecture.latent is None else _LATENT)
+        if has_experts:  # Transformer Engine's spec does not fuse this norm with the experts, so it keeps its own key
             del keys["pre_mlp_layernorm."]
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(
-            module=PackedAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+            module=PackedAttention, params={"rope": rope, "interleaved": architecture.is_glm4}
         )
         if architecture.latent is not None:
             layer.submodules.self_attention.module = LatentAttention
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
         elif architecture.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-        if architecture.norms_behind:
+        if architecture.post_norms:
             _norm_residuals(layer.submodules, RMSNorm, config)
         return layer
 
@@ -377,11 +377,11 @@ def _te_spec(
             layer.submodules.self_attention.module = LatentAttention
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = ModuleSpec(
-            module=TransformerEngineAttention, params={"rope": rope, "side_by_side": architecture.is_glm4}
+            module=TransformerEngineAttention, params={"rope": rope, "interleaved": architecture.is_glm4}
         )
         if architecture.lora is not None:
             _separate_norms(layer.submodules, has_experts)
-        if architecture.norms_behind:
+        if architecture.post_norms:
             _norm_residuals(layer.submodules, TENorm, config)
         return layer
 
@@ -390,7 +390,7 @@ def _te_spec(
 
 
 def _separate_norms(layer: Any, has_experts: bool) -> None:
-    """Norms apart from the products that follow, under the same keys: adapters need what goes into the products."""
+    """Separate the norms from the linear layers after them, under the same keys: adapters need the normed inputs."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map

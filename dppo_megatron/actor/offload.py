@@ -1,20 +1,20 @@
 """Moves training state to host memory while servers generate on the same GPUs.
 
-Training a bfloat16 model takes 18 bytes per parameter: weights 2, gradients 4, main parameters and moments 12. In this
-order, which is that of verl, slime and NeMo-RL, a GPU never holds both the trainer's state and the servers':
+Training a bfloat16 model takes 18 bytes per parameter: weights 2, gradients 4, main parameters and moments 12. In the
+following order, also used by verl, slime and NeMo-RL, a GPU never holds the trainer's and the servers' state at once:
 
-    trainer   update | free gradients, optimizer to host | weights to servers | weights to host |           | bring back
+    trainer   update | free gradients, optimizer to host | weights to servers | weights to host |           | onload
     servers   asleep | asleep                            | wake weights       | hold weights    | wake cache,
                                                                                                   generate, sleep
 
-The weights leave when every rank has handed them over and before any server takes memory for its cache
-(`rollout/sync/weight_sync.py`); `loop.py` calls it, for `actor.offload`.
+The weights are offloaded after every rank has sent them to the servers and before any server allocates its cache
+(`rollout/sync/weight_sync.py`). `steps/loop.py` makes the calls, for `actor.offload`.
 
-Gradients and Transformer Engine's 8-bit copies of weights are freed, not copied: the next step zeroes or makes them
-anyway. Optimizer tensors point to a host copy while they are
-away, so a checkpoint can be written from it. Weights keep their tensors, since the model's parameters are views of one
-buffer, and only release the storage. On CUDA the host copies are pinned, and kept for reuse. Copies are asynchronous,
-with one wait at the end: the allocator reuses freed memory in stream order.
+Gradients and Transformer Engine's 8-bit copies of weights are freed, not copied: the next step zeroes or recreates them
+anyway. Offloaded optimizer tensors point to a host copy, from which a checkpoint can be written. Weights keep their
+tensors, since the model's parameters are views of one buffer, and only release the storage. On CUDA the host copies are
+pinned, and kept for reuse. Copies are asynchronous, with one wait at the end: the allocator reuses freed memory in
+stream order.
 """
 
 from __future__ import annotations
@@ -38,95 +38,93 @@ class Offload:
 
     def __init__(self, model: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._model, self._device = model, device
-        self._away: set[Part] = set()
+        self._offloaded: set[Part] = set()
         self._host: dict[tuple[Part, int], Tensor] = {}
-        """Host copies, by the id of the weights' storage or of the optimizer's tensor; kept when these are back."""
+        """Host copies, by the id of the weights' storage or of the optimizer's tensor; kept after an onload."""
         self._released: dict[int, tuple[int, int]] = {}
-        """By a storage's id: its size in bytes before, and where in it the tensor begins that owns it."""
-        self._borrowing: list[tuple[Tensor, Tensor]] = []
-        """Float32 main parameters that are views of weights which are away, and what they view on the device."""
+        """Released storages by id: the size in bytes to restore, and the storage offset of the tensor that owns it."""
+        self._mains_on_host: list[tuple[Tensor, Tensor]] = []
+        """Float32 main parameters that now view the host copy of weights, each with its former view on the device."""
 
     @property
-    def away(self) -> frozenset[Part]:
+    def offloaded(self) -> frozenset[Part]:
         """The parts that are not on the device now."""
-        return frozenset(self._away)
+        return frozenset(self._offloaded)
 
     def forget_optimizer(self) -> None:
-        """Drop the host copies of the optimizer's state, because a new optimizer is about to be built."""
+        """Drop the host copies of the optimizer's state, because a new state is about to replace it."""
         self._host = {key: tensor for key, tensor in self._host.items() if key[0] == "weights"}
-        self._away.discard("optimizer")
+        self._offloaded.discard("optimizer")
 
-    def leave(self, optimizer: Any, *, weights: bool) -> None:
+    def offload(self, optimizer: Any, *, weights: bool) -> None:
         """Free the gradients; move the optimizer's state and, if `weights`, the weights to the host."""
-        if "gradients" not in self._away:
+        if "gradients" not in self._offloaded:
             for buffer in self._buffers():
-                self._give_up(buffer.grad_data)
-            self._away.add("gradients")
-        self._drop_fp8_copies()  # outside: a pass for log-probabilities makes them without bringing gradients back
-        if optimizer is not None and "optimizer" not in self._away:
+                self._release(buffer.grad_data)
+            self._offloaded.add("gradients")
+        self._drop_fp8_copies()  # each time: a log-probability pass recreates them while gradients stay freed
+        if optimizer is not None and "optimizer" not in self._offloaded:
             for tensor in self._optimizer_tensors(optimizer):
-                if tensor.device == self._device:  # else the optimizer keeps it on the host itself
-                    host = self._host_for("optimizer", id(tensor), tensor)
+                if tensor.device == self._device:  # not one that the optimizer itself keeps on the host
+                    host = self._host_buffer("optimizer", id(tensor), tensor)
                     self._copy(tensor, host)
                     tensor.data = host
-            self._away.add("optimizer")
-        if weights and "weights" not in self._away:
+            self._offloaded.add("optimizer")
+        if weights and "weights" not in self._offloaded:
             for whole in self._weights():
-                self._copy(whole, self._host_for("weights", _storage_id(whole), whole))
-                self._give_up(whole)
-            self._away.add("weights")
-            self._borrow(optimizer)
+                self._copy(whole, self._host_buffer("weights", _storage_id(whole), whole))
+                self._release(whole)
+            self._offloaded.add("weights")
+            self._point_mains_to_host(optimizer)
         self._wait()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def come_back(self, optimizer: Any, *, weights_only: bool = False) -> None:
-        """Bring back the weights and, unless `weights_only`, the optimizer's state and zeroed gradient buffers."""
-        if "weights" in self._away:
+    def onload(self, optimizer: Any, *, weights_only: bool = False) -> None:
+        """Restore the weights and, unless `weights_only`, the optimizer's state and zeroed gradient buffers."""
+        if "weights" in self._offloaded:
             for whole in self._weights():
-                self._take_again(whole)
+                self._restore(whole)
                 self._copy(self._host["weights", _storage_id(whole)], whole)
-            self._away.discard("weights")
-            for main, on_device in self._borrowing:
+            self._offloaded.discard("weights")
+            for main, on_device in self._mains_on_host:
                 main.data = on_device
-            self._borrowing.clear()
-        if not weights_only and "optimizer" in self._away:
+            self._mains_on_host.clear()
+        if not weights_only and "optimizer" in self._offloaded:
             for tensor in self._optimizer_tensors(optimizer):
                 host = self._host.get(("optimizer", id(tensor)))
                 if host is not None and tensor.data_ptr() == host.data_ptr():
                     tensor.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
-            self._away.discard("optimizer")
-        if not weights_only and "gradients" in self._away:
+            self._offloaded.discard("optimizer")
+        if not weights_only and "gradients" in self._offloaded:
             for buffer in self._buffers():
-                self._take_again(buffer.grad_data)
+                self._restore(buffer.grad_data)
                 buffer.grad_data.zero_()
-            self._away.discard("gradients")
+            self._offloaded.discard("gradients")
         self._wait()
 
     def host_view(self, param: Tensor) -> Tensor:
-        """The host's copy of a parameter whose weights are away, in its shape; to be read only."""
-        assert "weights" in self._away
+        """The host copy of an offloaded parameter, in its shape. Do not write to it."""
+        assert "weights" in self._offloaded
         storage = _storage_id(param)
         whole = self._host["weights", storage].view(-1)
         start = param.storage_offset() - self._released[storage][1]
         return whole[start : start + param.numel()].view(param.shape)
 
-    # ---------------------------------------------------------------------------------------- inside
+    def _point_mains_to_host(self, optimizer: Any) -> None:
+        """Make float32 main parameters that are views of the weights view the host copy: a checkpoint reads them.
 
-    def _borrow(self, optimizer: Any) -> None:
-        """Let float32 main parameters that are views of the weights view the host's copy: a checkpoint reads them.
-
-        Not the model's own parameters: Megatron's hooks hang on those, and are lost if their device changes.
+        The model's own parameters are left alone: they would lose Megatron's hooks if their device changed.
         """
         own = {id(param) for model in self._model for param in model.parameters()}
         for main in self._mains(optimizer):
             if id(main) not in own and ("weights", _storage_id(main)) in self._host:
-                self._borrowing.append((main, main.data))
+                self._mains_on_host.append((main, main.data))
                 main.data = self.host_view(main)
 
     def _drop_fp8_copies(self) -> None:
-        """Free Transformer Engine's 8-bit copies of the weights, 2 bytes a parameter that it keeps for the next
-        micro-batch; a module without one makes it again in its next forward pass."""
+        """Free Transformer Engine's 8-bit copies of the weights, 2 bytes per parameter that it keeps for the next
+        micro-batch. A module without its copy recreates it in the next forward pass."""
         for model in self._model:
             for module in model.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()
@@ -140,7 +138,7 @@ class Offload:
             yield from (*model.buffers, *model.expert_parallel_buffers)
 
     def _weights(self) -> Iterator[Tensor]:
-        """Tensors that together own each storage of the parameters exactly once."""
+        """Tensors that own the parameters' storages, exactly one per storage."""
         seen: set[int] = set()
         for buffer in self._buffers():
             if buffer.param_data is not None:
@@ -150,39 +148,39 @@ class Offload:
             yield from (param.data for param in model.parameters() if id(param) not in seen)
 
     def _optimizer_tensors(self, optimizer: Any) -> Iterator[Tensor]:
-        """Main parameters and their states, as far as they belong to the optimizer alone.
+        """Main parameters and optimizer states that share no storage with the weights.
 
         A float32 model has no main parameters: the optimizer updates views of the weights, which move with the weights.
         """
         weights = {_storage_id(param) for model in self._model for param in model.parameters()}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = part.optimizer
-            if hasattr(inner, "sub_optimizers"):  # cpu_offload: its state is on the host already
+            if hasattr(inner, "sub_optimizers"):  # cpu_offload: the state is on the host already
                 continue
             for param in (param for group in inner.param_groups for param in group["params"]):
                 if _storage_id(param) not in weights:
                     yield param
-                # not the step count, a single element
+                # `> 1` leaves out the step count, a single element
                 state = inner.state.get(param, {}).values()
                 yield from (value for value in state if isinstance(value, Tensor) and value.numel() > 1)
 
-    def _host_for(self, part: Part, owner: int, tensor: Tensor) -> Tensor:
-        kept = self._host.get((part, owner))
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+    def _host_buffer(self, part: Part, owner: int, tensor: Tensor) -> Tensor:
+        buffer = self._host.get((part, owner))
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             pinned = self._device.type == "cuda"
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            self._host[part, owner] = kept
-        return kept
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+            self._host[part, owner] = buffer
+        return buffer
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         target.detach().copy_(source.detach(), non_blocking=True)
 
-    def _give_up(self, whole: Tensor) -> None:
+    def _release(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()
         self._released[storage._cdata] = storage.nbytes(), int(whole.storage_offset())
         storage.resize_(0)
 
-    def _take_again(self, whole: Tensor) -> None:
+    def _restore(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()
         storage.resize_(self._released.pop(storage._cdata)[0])
 
@@ -192,8 +190,8 @@ class Offload:
 
 
 def pageable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if its memory is pinned: Megatron's checkpoint writers are forked and may outlast the step,
-    and a forked process shares pinned pages with its parent, which the next `leave` would overwrite."""
+    """The tensor, or a copy if its memory is pinned: Megatron's checkpoint writers are forked and may outlast the step.
+    A forked process shares pinned pages with its parent, so it would write what the next `offload` puts there."""
     return tensor.clone() if tensor.device.type == "cpu" and tensor.is_pinned() else tensor
 
 

@@ -1,4 +1,4 @@
-"""Builds Megatron's optimizer and learning-rate schedule, and makes its checkpoints work with torch's AdamW and without
+"""Builds Megatron's optimizer and learning-rate schedule. Its checkpoints work with torch's AdamW and are saved without
 gathering the whole model on every rank.
 
 Both fixes are subclasses of Megatron's distributed optimizer rather than patches, so that nothing else in the process
@@ -29,8 +29,8 @@ from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
 
 GROUP_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
-"""What a parameter group holds of the config. A load brings the checkpoint's groups, and Megatron's schedule prefers a
-group's learning rates to its own: a run that may resume with other settings would go on with the old ones."""
+"""Keys of a parameter group that come from the config. Loading replaces the groups by the checkpoint's, and Megatron's
+schedule prefers a group's learning rates to its own, so a run resumed with other settings would keep the old ones."""
 
 
 def build_optimizer(
@@ -38,11 +38,10 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Adam with decoupled weight decay and global gradient-norm clipping.
 
-    A `max_grad_norm` of 0 becomes infinity, not Megatron's 0: with 0 Megatron does not compute the norm at all, and
-    the norm is worth a line in the metrics.
+    A `max_grad_norm` of 0 becomes infinity, because with Megatron's 0 the norm is not computed, and we report it.
 
     Raises:
-        UserError: what fewer bits need is not installed.
+        UserError: moments or main parameters in fewer bits need a package that is not installed.
     """
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -57,7 +56,7 @@ def build_optimizer(
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
-            **_savings(config),
+            **_memory_savings(config),
         ),
         model,
         use_gloo_process_groups=False,
@@ -66,8 +65,8 @@ def build_optimizer(
     return optimizer
 
 
-def _savings(config: OptimizerConfig) -> dict[str, Any]:
-    """Megatron's fields for an optimizer that takes less of the device's memory."""
+def _memory_savings(config: OptimizerConfig) -> dict[str, Any]:
+    """Megatron's settings for an optimizer that uses less device memory."""
     settings: dict[str, Any] = {}
     if (config.moments_dtype, config.main_params_dtype) != ("float32", "float32"):
         moments = getattr(torch, config.moments_dtype)
@@ -79,13 +78,13 @@ def _savings(config: OptimizerConfig) -> dict[str, Any]:
     if not settings:
         return settings
     this_machine().check_optimizer(config)
-    # offloading takes this path of Megatron's too, as its own command line demands. Main parameters whole: their lower
-    # halves alone, Megatron's default, are written to a checkpoint as numbers and refused when it is loaded
+    # Megatron's command line demands this optimizer for offloading too. store_param_remainders, Megatron's default,
+    # would keep only the lower halves of the main parameters; it saves them to a checkpoint and then refuses to load it
     return settings | {"use_precision_aware_optimizer": True, "store_param_remainders": False}
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, total_steps: int) -> Any:
-    """Linear warm-up, then the configured shape down to the minimum at `total_steps`."""
+    """Linear warm-up, then the configured decay to the minimum, which is reached at `total_steps`."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -105,47 +104,47 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
     for param, state in adam.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # the fused kernel wants it where the parameter is
+        if isinstance(state.get("step"), torch.Tensor):  # the fused kernel needs it on the parameter's device
             state["step"] = state["step"].to(param.device, torch.float32)
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Give every distributed optimizer in `optimizer` this project's way with checkpoints, and let every torch Adam
-    step in one fused kernel for all parameters; in place.
+    """Make every distributed optimizer in `optimizer` save and load as the classes below do, and every torch Adam use
+    its fused kernel; in place.
 
-    Megatron builds it without: on CUDA the `foreach` form then holds temporaries of several times the parameters, on a
-    CPU the plain form makes ten passes a parameter. Fused steps differ by rounding alone.
+    Megatron builds Adam without it: on CUDA, `foreach` then needs temporaries of several times the parameters' size; on
+    a CPU, the plain loop makes ten passes over each parameter. Fused steps differ only by rounding.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if type(part) is DistributedOptimizer:
             is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
             part.__class__ = TorchAdamDistributedOptimizer if is_torchs else LeanDistributedOptimizer
-        for adam in getattr(inner, "sub_optimizers", [inner]):  # several where the optimizer is offloaded to the host
+        for adam in getattr(inner, "sub_optimizers", [inner]):  # several if the optimizer is offloaded to the host
             if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
                 _fuse(adam)
-                adam.register_load_state_dict_post_hook(_fuse)  # a checkpoint brings its own groups
+                adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
 
 
 def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's part of a checkpoint for as many optimizers as `optimizer` is made of.
+    """The optimizer's part of a checkpoint, divided into as many parts as `optimizer` has optimizers.
 
     Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
-    numbered parts instead of one without a number. Tensors are stored by the parameters' names and come at the places
-    of the optimizers of now; the settings come at those of the run that saved, with a group of each kind for experts
-    and for the rest, which differ in no setting here.
+    numbered parts instead of one without a number. Megatron loads tensors by the parameters' names, so they are in the
+    parts of today's optimizers; settings are in the parts of the run that saved them. The group for experts and the one
+    for the rest have the same settings here.
     """
-    now = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    saved = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
-    settings = [part for part in (loaded, *saved) if "optimizer" in part]
-    tensors = [loaded] if now == 1 else saved
-    if len(settings) == now or not all("param_state" in part for part in tensors):  # as it was, or not distributed
+    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
+    numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
+    settings = [part for part in (loaded, *numbered) if "optimizer" in part]
+    tensors = [loaded] if count == 1 else numbered
+    if len(settings) == count or not all("param_state" in part for part in tensors):  # no change, or not distributed
         return loaded
-    own = [group for part in settings for group in part["optimizer"]["param_groups"]]
-    groups = [group | {"is_expert_parallel": of_experts} for of_experts in (False, True) for group in own]
+    saved = [group for part in settings for group in part["optimizer"]["param_groups"]]
+    groups = [group | {"is_expert_parallel": is_expert} for is_expert in (False, True) for group in saved]
     common = settings[0] | {"optimizer": settings[0]["optimizer"] | {"param_groups": groups}}
     parts = [common | {"param_state": part["param_state"]} for part in tensors]
-    return parts[0] if now == 1 else dict(enumerate(parts))
+    return parts[0] if count == 1 else dict(enumerate(parts))
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -159,26 +158,26 @@ class Spread:
     """Rank -> the slice of the flattened parameter that it holds, in order."""
 
     @staticmethod
-    def of(start: int, end: int, stretch: int) -> Spread:
-        """The spread of elements [start, end) of a bucket in which every rank holds `stretch` elements.
+    def of(start: int, end: int, shard: int) -> Spread:
+        """The spread of elements [start, end) of a bucket in which every rank holds `shard` elements.
 
-        Example: (6, 14, stretch 8) -> rank 0 has the parameter's [0, 2), rank 1 has [2, 8).
+        Example: (6, 14, shard 8) -> rank 0 has the parameter's [0, 2), rank 1 has [2, 8).
         """
-        ranks = range(start // stretch, (end - 1) // stretch + 1)
-        return Spread({r: slice(max(start, r * stretch) - start, min(end, (r + 1) * stretch) - start) for r in ranks})
+        ranks = range(start // shard, (end - 1) // shard + 1)
+        return Spread({r: slice(max(start, r * shard) - start, min(end, (r + 1) * shard) - start) for r in ranks})
 
     @property
     def writer(self) -> int:
-        """The rank that holds most of it; the lowest one in a tie."""
+        """The rank that holds most of the parameter; the lowest rank in a tie."""
         return max(self.pieces, key=lambda rank: (self.pieces[rank].stop - self.pieces[rank].start, -rank))
 
 
 class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
-    """A `DistributedOptimizer` that saves and loads whole parameters without gathering all of them.
+    """A `DistributedOptimizer` that saves and loads whole parameters without gathering the whole model on each rank.
 
     Megatron's format that loads at any layout (`fully_reshardable`) stores whole parameters. To assemble them, Megatron
     gathers the float32 parameters and both moments, 12 bytes per parameter, in the host memory of every data-parallel
-    rank, when saving and again when loading: 770 GB on a node of eight ranks for 8 billion parameters. But each rank
+    rank, both when saving and when loading: 770 GB on a node of eight ranks for 8 billion parameters. But each rank
     holds one contiguous range of the flat buffer, so nearly every parameter is complete on one rank already:
 
     flat buffer    | embedding         | q | k | v | ... | fc1        | fc2        | norm |
@@ -186,13 +185,13 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
                           embedding: 0 sends its part to 1       fc1: 4 gets the rest of 3, and so on
 
     Here the rank that holds most of a parameter writes it, and only pieces of parameters that cross a boundary are
-    sent. When loading, a rank reads the parameters that overlap its range. The files are in Megatron's format, key for
+    sent. When loading, a rank reads the parameters that overlap its range. The files have Megatron's format, key by
     key.
     """
 
     def state_dict(self) -> Any:
-        """See Megatron's. With `cpu_offload` each group names the classes of the optimizers inside, which are built by
-        the config: a checkpoint that holds a class cannot be read without running code."""
+        """Megatron's, without the classes of the inner optimizers, which `cpu_offload` adds to each group: a checkpoint
+        that holds a class cannot be read without running code. On loading, the config decides the classes."""
         state = super().state_dict()
         groups = state["optimizer"]["param_groups"]
         kept = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
@@ -202,15 +201,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
-        """Replaces Megatron's method: position in the buffers -> the parameter's states as sharded tensors.
+        """Replaces Megatron's method: index in the buffers -> the parameter's states as sharded tensors.
 
         Collective over the data-parallel group. A rank returns only what it writes, or what it needs to load.
         """
-        described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-        by_param = {base.data: base for base in nested_values(described)}
+        model_tensors, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        by_param = {base.data: base for base in nested_values(model_tensors)}
         rank = self.data_parallel_group.rank()
         out: dict[int, dict[str, Any]] = {}
-        for place, (param, spread) in enumerate(self._spreads()):
+        for index, (param, spread) in enumerate(self._spreads()):
             if is_loading:
                 states = self._empty(param) if rank in spread.pieces else {}
             else:
@@ -218,7 +217,7 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             if states:
                 base = by_param[param]
                 assert base.flattened_range is None, base
-                out[place] = {name: _stored(base, name, data, rank == spread.writer) for name, data in states.items()}
+                out[index] = {name: _stored(base, name, data, rank == spread.writer) for name, data in states.items()}
         return out
 
     def _spreads(self) -> Iterator[tuple[torch.nn.Parameter, Spread]]:
@@ -227,30 +226,30 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         for buffer in self.buffers:
             for param, (start, end, bucket_id) in buffer.param_index_map.items():
                 bucket = buffer.buckets[bucket_id]
-                stretch = bucket.grad_data.numel() // size
-                yield param, Spread.of(start - bucket.offset, end - bucket.offset, stretch)
+                shard = bucket.grad_data.numel() // size
+                yield param, Spread.of(start - bucket.offset, end - bucket.offset, shard)
 
     def _empty(self, param: torch.nn.Parameter) -> dict[str, Tensor]:
         return {name: torch.empty(param.shape, dtype=torch.float32, device="cpu") for name in _STATES}
 
     def _whole(self, param: torch.nn.Parameter, spread: Spread, rank: int) -> dict[str, Tensor]:
-        """The parameter's states in its shape on the rank that writes it, empty elsewhere; ranks send their pieces."""
+        """The parameter's states in its shape, on the rank that writes it; others send their pieces and return {}."""
         if rank not in spread.pieces:
             return {}
         group, order = self.model_param_group_index_map[param]
-        own = self.optimizer.param_groups[group]["params"][order]
-        # before its first step a fused Adam has no moments, and one that keeps the main parameters none of those either
-        kept = self.optimizer.state.get(own) or {}
-        held = self._get_main_param_and_optimizer_states(param) if kept else {"param": own}
-        mine = {name: held.get(name, torch.zeros_like(held["param"])).detach().float() for name in _STATES}
+        main = self.optimizer.param_groups[group]["params"][order]
+        # before its first step a fused Adam has no moments, and has not created main parameters that it keeps itself
+        state = self.optimizer.state.get(main) or {}
+        stored = self._get_main_param_and_optimizer_states(param) if state else {"param": main}
+        mine = {name: stored.get(name, torch.zeros_like(stored["param"])).detach().float() for name in _STATES}
         if len(spread.pieces) == 1:
-            # what was made here (states of 16 bits in float32) would be on the device until the save is complete, which
-            # an asynchronous one is steps later
-            lasting = {tensor.data_ptr() for tensor in (own, *kept.values()) if isinstance(tensor, Tensor)}
+            # move new tensors (float32 copies of 16-bit states) to the host: an asynchronous save would keep them on
+            # the device for several steps
+            lasting = {tensor.data_ptr() for tensor in (main, *state.values()) if isinstance(tensor, Tensor)}
             saved = {name: one if one.data_ptr() in lasting else one.cpu() for name, one in mine.items()}
             return {name: tensor.view(param.shape) for name, tensor in saved.items()}
         whole = {}
-        for name, tensor in mine.items():  # one at a time, so that the device holds at most one assembled state
+        for name, tensor in mine.items():  # one by one, so that the device holds at most one assembled state
             assembled = self._assemble(tensor, param.numel(), spread, rank)
             if assembled is not None:
                 whole[name] = assembled.view(param.shape).cpu()
@@ -271,8 +270,8 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
 
 
 def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:
-    """`data` as a sharded tensor at the model parameter's place, under Megatron's key for this optimizer state."""
-    # the last part of a replica id is the data-parallel rank; the main replica has zeros only
+    """`data` as a sharded tensor with the model parameter's offsets, under Megatron's key for this optimizer state."""
+    # the last part of a replica id is the data-parallel rank; the main replica, which is written, has only zeros
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{name}.{base.key}",
         "data": data,
@@ -286,17 +285,17 @@ def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:
 
 
 class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
-    """One whose state can be saved at any time and loaded again with torch's AdamW, which Megatron uses on every CPU,
-    and on every GPU without Apex and Transformer Engine.
+    """A `LeanDistributedOptimizer` that saves and loads correctly with torch's AdamW, which Megatron uses on every CPU
+    and on GPUs without Apex and Transformer Engine.
 
-    Its checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor with
-    each parameter, and three things break: a save before the first step, a load, and bias correction after a load (0.16
-    and 0.19 alike).
+    Megatron's checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor
+    for each parameter, which breaks three things, in 0.16 and in 0.19: a save before the first step, a load, and bias
+    correction after a load.
     """
 
     def state_dict(self) -> Any:
         """See Megatron's. Before the first step torch's Adam has no state, and Megatron asserts that every parameter
-        has the same `step`: what is filled in is what the first step would start from."""
+        has the same `step`, so we fill in the state from which the first step starts."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 state = self.optimizer.state[param]
@@ -307,8 +306,8 @@ class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See Megatron's, which gives all parameters one `step` tensor: each parameter's update would then count it
-        up, and bias correction be wrong, silently, from the second parameter on."""
+        """See Megatron's, which makes all parameters share one `step` tensor. Every parameter's update would increment
+        it, so bias correction would be wrong from the second parameter on, without an error."""
         super().load_state_dict(state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
@@ -317,8 +316,8 @@ class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
     ) -> None:
-        # Megatron copies every entry of Adam's state out of the checkpoint, but `step` is not saved as a tensor
-        # (load_state_dict has set it already): KeyError. It is given its own value to copy.
+        # Megatron copies every entry of Adam's state from the checkpoint and would raise KeyError for `step`, which is
+        # not saved as a tensor (load_state_dict has already set it), so we give it the current value to copy.
         group_index, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
         if "step" in state and "step" not in tensors:

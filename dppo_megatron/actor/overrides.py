@@ -1,11 +1,10 @@
 """`actor.megatron` and `actor.ddp`: fields of Megatron's own dataclasses, checked before a model is built.
 
-Megatron has some 250 of them and every release adds more, so they are not copied into the schema. The tables tell what
-each known one does here: one that another setting decides, or that would have no effect or a wrong one, is refused with
-the reason; most of those Megatron would accept and then do nothing, because its training program, its loss or its
-attention is not what runs here. Any other is accepted, and the log names it as not tried unless a test trains with it.
-Read in the sources of megatron-core 0.16.1 and 0.19.2; tests/test_actor_settings.py goes through all fields of the
-installed version.
+Megatron has some 250 fields and every release adds more, so they are not copied into the schema. The tables below list
+the fields that are refused, with the reason: another setting decides the field, or it would have no effect or a wrong
+one. Megatron would accept most of them and ignore them, because its training program, loss or attention does not run
+here. Any other field is accepted, and the log lists it as not tried unless a test trains with it. The tables follow the
+sources of megatron-core 0.16.1 and 0.19.2; tests/test_actor_settings.py checks all fields of the installed version.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import Any
 from dppo_megatron.types import UserError
 
 
-def _by_name(names: Mapping[str, str]) -> dict[str, str]:
+def _by_name(names_by_reason: Mapping[str, str]) -> dict[str, str]:
     """{reason: "a b"} -> {"a": reason, "b": reason}."""
-    return {name: reason for reason, several in names.items() for name in several.split()}
+    return {name: reason for reason, names in names_by_reason.items() for name in names.split()}
 
 
 DECIDED = _by_name(
@@ -49,25 +48,23 @@ DECIDED = _by_name(
         "the device that the job runs on": "use_cpu_initialization",
     }
 )
-"""What decides a field's value. Giving the same value again is no error."""
+"""Field -> what decides its value. Setting that same value in `actor.megatron` is no error."""
 
 _NO_LAYERS = "no model family here has such layers"
 _DROPS = "tokens beyond the capacity would be dropped, so log-probabilities would not be the policy's"
-_FUNCTION = "it is a function or an object, which a file of settings cannot hold, or Megatron's own to set"
+_FUNCTION = "it is a function or an object, which a config file cannot hold, or Megatron sets it itself"
 _TP_OVERLAP = (
     "Transformer Engine's buffers for tp_comm_overlap are made by Megatron's training program, not by its core"
 )
-_GROUPS = "its process groups are made where all others are (actor.layout), and not for this"
-_STEP = "the forward step here has no third argument, which Megatron would pass"
-_OFFLOADS = "it fixes number and order of micro-batches in its first pass, and here they differ from step to step"
+_GROUPS = "it needs process groups that are not created here (actor.layout decides which are)"
+_STEP = "the forward step here lacks the third argument that Megatron would pass"
+_OFFLOADS = "it fixes the number and order of micro-batches in its first pass, and here they differ from step to step"
 _FP8_PARAMETERS = (
     "Megatron would build its float32 parameters from the random initialisation and not from the checkpoint, so the"
     " first update would undo the loaded weights"
 )
-_AUX = "losses of the router are off: they would balance kept completions only, and depend on how samples are packed"
-_ROUTING = (
-    "it changes which experts a token visits, or their weights, so log-probabilities would not be those of servers"
-)
+_AUX = "router losses are off: they would balance the kept completions only, and depend on how samples are packed"
+_ROUTING = "it changes which experts a token visits, or their weights, so log-probabilities would differ from servers'"
 
 REFUSED = _by_name(
     {
@@ -86,13 +83,13 @@ REFUSED = _by_name(
         " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size",
         _NO_LAYERS: "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model heterogeneous_block_specs"
         " hetereogenous_dist_checkpoint experimental_attention_variant* use_fused_weighted_squared_relu",
-        "it runs them on a CUDA stream of their own, which no test here could": "moe_shared_expert_overlap"
+        "it runs them on a separate CUDA stream, which no test here can": "moe_shared_expert_overlap"
         " use_grouped_gemm_for_shared_expert",
-        "weights are loaded from the checkpoint, so how they are first drawn has no effect": "init_method_std"
+        "weights are loaded from the checkpoint, so their initialisation has no effect": "init_method_std"
         " embedding_init_method_std",
         _FUNCTION: "init_method output_layer_init_method embedding_init_method timers finalize_model_grads_func"
         " *_scale_func *_sync_func _cpu_offloading_context quant_recipe",
-        "packs have a new shape every time, and a graph is of one shape": "*cuda_graph*",
+        "packs have a new shape every time, and a CUDA graph has one fixed shape": "*cuda_graph*",
         "it is for Megatron's own inference; rollouts come from rollout.engine": "inference_* flash_decode"
         " cache_mla_latents use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
         _TP_OVERLAP: "tp_comm_*",
@@ -101,65 +98,64 @@ REFUSED = _by_name(
         " overlap_dispatch_backward_with_experts_wgrad",
         _GROUPS: "pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes"
         " num_distributed_optimizer_instances *num_weight_shards *gtp_weight_remat_size",
-        "random generators are seeded where groups are made (actor.layout), and not by this": "use_te_rng_tracker",
+        "random generators are seeded when the process groups are created, not by this": "use_te_rng_tracker",
         "sequences are distributed over context-parallel ranks by this program's packing": "hybrid_context_parallel"
         " max_seqlen_per_dp_cp_rank",
-        "the weight table names a tensor of each expert": "moe_single_grouped_*",
-        "this torch has no ring_exchange, which NVIDIA's own build adds": "use_ring_exchange_p2p",
+        "the weight table has a tensor for each expert": "moe_single_grouped_*",
+        "this torch has no ring_exchange; only NVIDIA's own build does": "use_ring_exchange_p2p",
         _STEP: "num_microbatches_with_partial_activation_checkpoints",
-        "the loss is already divided by what was planned (docs/architecture.md)": "calculate_per_token_loss",
-        "residuals are of model.dtype, as in servers and between pipeline stages": "fp32_residual_connection",
+        "the loss is already divided by the planned denominator (docs/architecture.md)": "calculate_per_token_loss",
+        "residuals have model.dtype, as in servers and between pipeline stages": "fp32_residual_connection",
         "there is no dropout, so there is nothing to fuse": "bias_dropout_fusion",
-        "norms are Transformer Engine's or this program's own, which do not read it": "persist_layer_norm"
+        "the norms are Transformer Engine's or this program's own, which ignore it": "persist_layer_norm"
         " memory_efficient_layer_norm",
         "this program's timers never wait for other ranks": "barrier_with_L1_time",
-        "Megatron asserts that Transformer Engine is there and pipeline stages and recomputation are not;"
+        "Megatron allows it only with Transformer Engine and without pipeline stages or recomputation;"
         " actor.recompute saves the same memory": "cpu_offloading*",
         _OFFLOADS: "fine_grained_* offload_modules min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks"
         " activation_offload_fraction",
         "Megatron-core ignores it": "moe_extended_tp async_tensor_model_parallel_allreduce fp8_interval"
         " moe_token_dropping moe_per_layer_logging",
-        "it is an argument of the layer spec, and not among those that are passed here": "*kitchen*"
+        "it is an argument of the layer spec that is not passed here": "*kitchen*"
         " use_te_activation_func moe_use_legacy_grouped_gemm use_grouped_gemm_for_dense_mlp",
         "Transformer Engine has no FP8 attention over packs (thd)": "fp8_dot_product_attention"
         " fp8_multi_head_attention",
         "actor.fp8 has no custom recipe": "fp8_quantizer_factory",
-        "NVFP4 has no check of the chip, no token multiple of packs and no gate here; actor.fp8 has": "fp4*",
+        "NVFP4 is not supported: unlike FP8 (actor.fp8), it has no hardware check, padding or gate here": "fp4*",
         _AUX: "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
         _DROPS: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
         " moe_expert_rank_capacity_factor",
-        "the correction bias stays that of the checkpoint (docs/actor.md)": "moe_router_bias_update_rate"
+        "the correction bias keeps the checkpoint's value (docs/actor.md)": "moe_router_bias_update_rate"
         " moe_router_quantile_balancing_ema",
         _ROUTING: "moe_router_topk_limited_devices moe_router_force_* moe_input_jitter_eps",
         "it is actor.routing_replay": "moe_enable_routing_replay",
         "it is another name of moe_router_padding_for_quantization": "moe_router_padding_for_fp8",
-        "checkpoints and the weight stream know the distributed optimizer only, not FSDP": "*fsdp*"
+        "checkpoints and the weight stream support the distributed optimizer only, not FSDP": "*fsdp*"
         " data_parallel_sharding_strategy gradient_reduce_div_fusion suggested_communication_unit_size"
         " preserve_fp32_weights keep_fp8_transpose_cache outer_dp_sharding_strategy init_model_with_meta_device",
-        "a function that Megatron's training program passes would have to start gathers": "align_param_gather",
+        "it needs a function that Megatron's training program passes to start the gathers": "align_param_gather",
         _FP8_PARAMETERS: "fp8_param fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
     }
 )
-"""Why any other than the default value would be without effect, or wrong. A name may be a pattern for many, also of
-later versions."""
+"""Field, or a pattern that also covers fields of later versions -> why any value but the default is refused."""
 
 HARMLESS = {"moe_z_loss_coeff": 0, "moe_router_bias_update_rate": 0}
-"""Values of refused fields, beside the default, that switch off what is refused; recipes of others spell them out."""
+"""Values of refused fields, beside the default, that switch the feature off; other programs' recipes set them."""
 
 ELSEWHERE = {
     "accumulate_allreduce_grads_in_fp32": "it is actor.ddp.grad_reduce_in_fp32, which is on with bfloat16",
-    "freeze_moe_router": "it is NeMo RL's own; routers are trained here",
+    "freeze_moe_router": "it is a setting of NeMo RL; routers are trained here",
     "rotary_base": "it is rope_theta of the model's config.json",
-    "use_flash_attn": "attention_backend: flash is what it became",
+    "use_flash_attn": "it is now attention_backend: flash",
 }
-"""What other programs' recipes call by these names, which none of Megatron's dataclasses has."""
+"""Names in other programs' recipes that no dataclass of Megatron has -> what to use instead."""
 
 RECIPES = {
     "fp8_margin": "delayed",
     "fp8_wgrad": "delayed",
     "tp_only_amax_red": "delayed",
 }
-"""Without effect under any other `actor.fp8`."""
+"""Field -> the only `actor.fp8` under which it has an effect."""
 
 _TESTED = (
     "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split"
@@ -170,12 +166,12 @@ _TESTED = (
     " check_for_large_grads reduce_scatter_with_fp32_accumulation"
 )
 TESTED = frozenset(_TESTED.split())
-"""A test here trains with each of them; all the others that are accepted are not tried."""
+"""A test here trains with each of them; all other accepted fields count as not tried."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Overrides:
-    """A dataclass of Megatron's, with our values of its fields and the user's."""
+    """One of Megatron's dataclasses, with our values for its fields and the user's."""
 
     name: str
     cls: type
@@ -184,16 +180,16 @@ class Overrides:
     fp8: str
 
     def merged(self) -> dict[str, Any]:
-        """Our fields with those that were given.
+        """Our values, overridden by the user's.
 
-        A refused field may have the value that it has anyway (ours, or where we set none Megatron's default), or one
-        that switches it off.
+        A refused field may still be set to the value that it has anyway (ours, or else Megatron's default) or to one
+        that switches the feature off.
 
         Raises:
-            UserError: a field that the class does not have, that something else decides, or that would be wrong here.
+            UserError: a field that the class does not have, or that may not have this value.
         """
         known = {field.name: field for field in dataclasses.fields(self.cls) if field.init}
-        found = dict(self.ours)
+        settings = dict(self.ours)
         for key, value in self.given.items():
             if key not in known:
                 close = difflib.get_close_matches(key, known, 1)
@@ -206,20 +202,20 @@ class Overrides:
                     members = ", ".join(type(default).__members__)
                     raise UserError(f"{self.name}.{key} = {value}: must be one of {members}")
                 value = type(default)[value]
-            off = key in HARMLESS and value == HARMLESS[key]
-            if value != self.ours.get(key, default) and not off:
+            is_harmless = key in HARMLESS and value == HARMLESS[key]
+            if value != self.ours.get(key, default) and not is_harmless:
                 if reason := refusal(key, self.fp8):
                     raise UserError(f"{self.name}.{key}: {reason}")
-                found[key] = value
-        return found
+                settings[key] = value
+        return settings
 
     def untested(self) -> list[str]:
-        """Those given that are accepted and change something, but which no test here trains with."""
+        """The user's fields that change a value and that no test here trains with."""
         changed = [key for key, value in self.merged().items() if key not in self.ours or value != self.ours[key]]
         return [f"{self.name}.{key}" for key in changed if key not in TESTED]
 
     def build(self) -> Any:
-        """The dataclass; what Megatron refuses of it becomes a `UserError`."""
+        """Build the dataclass. Raises UserError for values that Megatron refuses."""
         settings = self.merged()
         try:
             return self.cls(**settings)

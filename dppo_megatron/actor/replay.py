@@ -1,12 +1,12 @@
-"""Experts chosen elsewhere, forced on the routers of a mixture of experts.
+"""Routing replay: makes the routers of a mixture of experts choose recorded experts.
 
-Engine and actor round differently, so about one router in ten sends a token to another expert at one end than at the
-other, and log-probabilities of the same weights differ. Replayed, the choice is the engine's (or that of the actor's
-own first pass) and the shares of the chosen experts are computed from the actor's present logits, so their gradient
-is that of the policy with these experts.
+Engine and actor round differently, so for the same token about one router in ten chooses other experts in the engine
+than in the actor, and the log-probabilities of the same weights differ. With replay, the actor uses the choice of the
+engine (or of its own first pass) and computes the weights of these experts from its current router logits, so the
+gradient is that of the policy with these experts.
 
     samples  [tokens, layers, k] uint8       Megatron's TopKRouter
-       '-- pack order, this rank's tokens ------> get_replay_topk: shares of the forced experts
+       '-- pack order, this rank's tokens ------> get_replay_topk: router weights of the forced experts
     a pass that records <------------------------ or its own choice
 """
 
@@ -30,36 +30,37 @@ from dppo_megatron.actor.layout import Layout, to_device
 from dppo_megatron.weights.architecture import Architecture
 
 Recorded: TypeAlias = Mapping[int, Sequence[Tensor]]
-"""Model chunk -> for each micro-batch [this rank's tokens, the chunk's layers, k] on the host: of a pass over one plan,
-to be replayed in another pass over it."""
+"""The experts chosen in one pass over a plan, to replay in another pass over it: model chunk -> for each micro-batch
+[this rank's tokens, the chunk's layers, k], on the host."""
 Forward: TypeAlias = Callable[[Microbatch, int], AbstractContextManager[None]]
-"""The forward pass of a micro-batch through one of the model chunks."""
+"""(micro-batch, index of the model chunk) -> the context in which its forward pass runs."""
 
 
 @dataclass
 class _Replay:
-    """Stands where a TopKRouter looks for Megatron's own RouterReplay, whose lists are global and lose track of the
-    micro-batch where activations are recomputed."""
+    """Replaces Megatron's RouterReplay in a TopKRouter: that one has global lists and loses track of the micro-batch
+    when activations are recomputed."""
 
     is_recomputed: bool
     """The backward pass runs the router again."""
     chosen: Tensor | None = None
-    """Of the last call: [tokens, k]."""
+    """[tokens, k] the experts of the last call."""
     _forced: Tensor | None = None
     _is_forward: bool = False
     _recomputed: deque[Tensor | None] = field(default_factory=deque)
 
     def begin(self, forced: Tensor | None) -> None:
-        """A forward pass over a micro-batch; None: the router chooses."""
+        """Start the forward pass of a micro-batch with these experts; None: the router chooses."""
         self._forced, self._is_forward = forced, True
-        if self.is_recomputed and torch.is_grad_enabled():  # else 384 bytes a token of Qwen3-30B-A3B to the pass's end
+        # kept only if needed: in Qwen3-30B-A3B that is 384 bytes per token until the end of the pass
+        if self.is_recomputed and torch.is_grad_enabled():
             self._recomputed.append(forced)
 
     def end(self) -> None:
         self._forced, self._is_forward = None, False
 
     def forget(self) -> None:
-        """No backward pass is to come for what has been run."""
+        """Drop what was kept for backward passes, when none will follow."""
         self._recomputed.clear()
         self.chosen = None
 
@@ -73,8 +74,8 @@ class _Replay:
     ) -> tuple[Tensor, Tensor]:
         """scores [tokens, E] -> ([tokens, k], [tokens, k]); Megatron's name and arguments (RouterReplay, 0.16.1).
 
-        Called outside of a forward pass, it is a backward pass that recomputes; micro-batches are run backward in the
-        order in which they were run forward, so it is the oldest.
+        A call outside a forward pass comes from a backward pass that recomputes. Micro-batches run backward in the
+        order in which they ran forward, so it takes the oldest entry.
         """
         forced = self._forced if self._is_forward else self._recomputed.popleft()
         if forced is None:
@@ -94,7 +95,7 @@ def _is_recomputed(config: TransformerConfig) -> bool:
 
 
 class Routers:
-    """The routers of this rank's model chunks; none unless it `replays`."""
+    """The routers of this rank's model chunks; empty without `replays`."""
 
     def __init__(
         self, chunks: Sequence[torch.nn.Module], architecture: Architecture, layout: Layout, *, replays: bool
@@ -102,31 +103,31 @@ class Routers:
         self._choices, self._layout = architecture.expert_choices, layout
         self._of_chunk: list[dict[int, _Replay]] = []
         for chunk in chunks:
-            found: dict[int, _Replay] = {}
+            by_layer: dict[int, _Replay] = {}
             for module in chunk.modules():
                 if replays and isinstance(module, TopKRouter):
-                    found[module.layer_number - 1] = module.router_replay = _Replay(_is_recomputed(module.config))
-            self._of_chunk.append(found)
+                    by_layer[module.layer_number - 1] = module.router_replay = _Replay(_is_recomputed(module.config))
+            self._of_chunk.append(by_layer)
 
-    def _carried(self, samples: Samples, pack: Microbatch, chunk: int) -> Tensor | None:
-        """[this rank's tokens, the chunk's layers, k] that the samples of a pack carry; None if one has none."""
-        held = [samples[member].experts for member in pack.samples]
+    def _from_samples(self, samples: Samples, pack: Microbatch, chunk: int) -> Tensor | None:
+        """The experts in a pack's samples, [this rank's tokens, the chunk's layers, k]; None if a sample has none."""
+        sample_experts = [samples[member].experts for member in pack.samples]
         layers, choices, slots = self._of_chunk[chunk], self._choices, pack.packed.slots
-        if choices is None or not held or not layers or any(one is None for one in held):
+        if choices is None or not sample_experts or not layers or any(one is None for one in sample_experts):
             return None
         positions = self._layout.context.indices(slots)  # in ascending order
-        if self._layout.sequence_parallel:  # routers see the tokens that their rank holds between the layers
+        if self._layout.sequence_parallel:  # then a router sees only its rank's share of the tokens
             positions = positions.chunk(self._layout.tensor_parallel)[parallel_state.get_tensor_model_parallel_rank()]
         own = positions.numpy()
-        # padding goes to all experts in turn, each token to different ones
+        # padding tokens go to all experts in turn, so that no expert gets all of them
         spread = (own[:, None] + np.arange(choices.per_token)) % choices.count
         forced = np.repeat(spread.astype(choices.dtype)[:, None], len(layers), 1)
-        stage = slice(min(layers), max(layers) + 1)  # without a gap: only the first layers of a model have no experts
-        for start, experts in zip(slots, held, strict=False):
+        stage = slice(min(layers), max(layers) + 1)  # contiguous: only the first layers of a model have no experts
+        for start, experts in zip(slots, sample_experts, strict=False):
             assert experts is not None
             first, end = np.searchsorted(own, (start, start + len(experts)))
             forced[first:end] = experts[own[first:end] - start, stage]
-        if choices.dtype == "uint16":  # with which torch computes little
+        if choices.dtype == "uint16":  # torch supports few operations on uint16
             forced = forced.view(np.int16)
         return to_device(torch.from_numpy(forced), self._layout.device)
 
@@ -134,18 +135,18 @@ class Routers:
     def replaying(
         self, samples: Samples, routes: Recorded | None = None, recorded: dict[int, list[Tensor]] | None = None
     ) -> Iterator[Forward]:
-        """For the length of a pass over a plan: what each forward pass runs in.
+        """Around a pass over a plan: yields the function that makes each forward pass's context.
 
         Args:
-            routes: recorded by another pass over the plan; None: those that the samples carry, if they do.
-            recorded: takes the experts that this pass goes through.
+            routes: the experts that another pass over the plan recorded; None: those in the samples, if they have any.
+            recorded: receives the experts that this pass uses.
         """
-        given = {chunk: iter(parts) for chunk, parts in (routes or {}).items()}
+        routes_left = {chunk: iter(parts) for chunk, parts in (routes or {}).items()}
 
         @contextmanager
         def forward(pack: Microbatch, chunk: int) -> Iterator[None]:
-            own = to_device(next(given[chunk]), self._layout.device) if chunk in given else None
-            forced = self._carried(samples, pack, chunk) if own is None else own
+            parts = routes_left.get(chunk)
+            forced = to_device(next(parts), self._layout.device) if parts else self._from_samples(samples, pack, chunk)
             routers = list(self._of_chunk[chunk].values())
             for index, router in enumerate(routers):
                 router.begin(None if forced is None else forced[:, index])
@@ -156,8 +157,8 @@ class Routers:
                     router.end()
             if recorded is not None and routers:
                 chosen: Any = [router.chosen for router in routers]
-                few = self._choices is not None and self._choices.dtype == "uint8"
-                recorded.setdefault(chunk, []).append(torch.stack(chosen, 1).to(torch.uint8 if few else torch.int16))
+                small = self._choices is not None and self._choices.dtype == "uint8"
+                recorded.setdefault(chunk, []).append(torch.stack(chosen, 1).to(torch.uint8 if small else torch.int16))
 
         try:
             yield forward

@@ -1,5 +1,5 @@
-"""Megatron's pipeline schedule over the packs of a plan, and on a timeline: each micro-batch's forward and backward
-pass, and what is sent between stages."""
+"""Runs Megatron's pipeline schedule over the packs of a plan and records it on a timeline: each micro-batch's forward
+and backward pass, and the communication between stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dppo_megatron.spans import Spans, recorder
 from dppo_megatron.types import PackPlan
 
 Forward = Callable[[Iterator[Microbatch], torch.nn.Module], tuple[torch.Tensor, Callable[..., Any]]]
-"""The forward pass of the next micro-batch through a model chunk; what takes its output to the loss."""
+"""Runs the next micro-batch through a model chunk; returns the output and the function that computes its loss."""
 _COMPUTE = {"forward-compute": "forward", "backward-compute": "backward"}
 
 
@@ -32,19 +32,19 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """Forward and backward passes over `packs`, those that `plan` has for this replica, through the chunks of `model`.
+    """Forward and backward passes over `packs` (those of this replica in `plan`) through the chunks of `model`.
     Collective over the replica."""
     config, interleaved = model[0].config, len(model) > 1
     config.timers = _timers(recorder(), layout.device) if recorder().on else None
     share = layout.context.size * (layout.tensor_parallel if layout.sequence_parallel else 1)
-    own = plan.microbatches[layout.data_parallel_rank]
-    with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own]):
+    own_packs = plan.microbatches[layout.data_parallel_rank]
+    with _shapes_known([(pack.num_tokens // share, 1, config.hidden_size) for pack in own_packs]):
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=list(tee(packs, len(model))) if interleaved else packs,
             model=list(model) if interleaved else model[0],
             num_microbatches=plan.num_microbatches,
-            # read only by the interleaved schedule, which exchanges this one shape
+            # only the interleaved schedule reads it: all its packs have this length
             seq_length=plan.microbatches[0][0].num_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -53,33 +53,32 @@ def run_schedule(
 
 @contextmanager
 def _shapes_known(shapes: Sequence[tuple[int, int, int]]) -> Iterator[None]:
-    """Pipeline stages take the shape of what arrives from the plan: in either direction, packs come in its order.
+    """Let pipeline stages take the shapes of received tensors from the plan: packs arrive in its order both ways.
 
-    Megatron, where lengths vary, has a stage send each shape before its tensor, and the receiver wait until its device
-    has done all that it was given: twice a micro-batch, and nothing is launched meanwhile.
+    Where lengths vary, Megatron sends each shape before its tensor, and the receiver's host waits until its device has
+    finished all earlier work. That happens twice per micro-batch, and no kernel is launched meanwhile.
     """
     forward, backward = iter(shapes), iter(shapes)
 
-    def known(_self: Any, _to_next: Any, _to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+    def planned(_self: Any, _to_next: Any, _to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
         return next(forward) if recv_prev else None, next(backward) if recv_next else None
 
-    plain, P2PCommunicator._communicate_shapes = P2PCommunicator._communicate_shapes, known
+    original, P2PCommunicator._communicate_shapes = P2PCommunicator._communicate_shapes, planned
     try:
         yield
     finally:
-        P2PCommunicator._communicate_shapes = plain
+        P2PCommunicator._communicate_shapes = original
 
 
 def _timers(spans: Spans, device: torch.device) -> Callable[..., _Timer]:
-    """What Megatron's configuration takes as `timers`, for one pass over a plan: a timer by its name. Megatron calls
-    its `start` and `stop`. On a GPU both wait for the device, else they would time the launches of kernels: a recorded
-    step is slower than the others.
+    """`timers` of Megatron's configuration for one pass over a plan: returns the timer of a name.
 
-    Example: two micro-batches on one stage give, on the track `micro-batches`, forward 0, backward 0, forward 1,
-    backward 1.
+    Megatron calls `start` and `stop`. On a GPU both wait for the device, because kernel launches alone would be timed
+    otherwise; so a recorded step is slower than others. Example: two micro-batches on one stage give, on the track
+    `micro-batches`, forward 0, backward 0, forward 1, backward 1.
     """
     timer = functools.cache(lambda name: _Timer(name, spans, device))
-    return lambda name, log_level=None: timer(name)  # a start names its level, a stop does not
+    return lambda name, log_level=None: timer(name)  # Megatron passes log_level to start a timer, not to stop it
 
 
 class _Timer:
@@ -88,7 +87,7 @@ class _Timer:
         self._count, self._start = 0, 0.0
 
     def start(self, barrier: bool = False) -> None:
-        """`barrier` is Megatron's wish to line the ranks up, which would change what is timed."""
+        """`barrier` is ignored: aligning the ranks would change what is timed."""
         self._start = self._now()
 
     def stop(self, barrier: bool = False) -> None:

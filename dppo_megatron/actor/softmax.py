@@ -1,4 +1,4 @@
-"""What is done with the logits of a chunk of tokens, in torch's operations; `fused_softmax` has the same as kernels."""
+"""Softmax statistics and gradients of a chunk of tokens in torch operations; `fused_softmax` has Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class Softmax(Protocol):
-    """What is done with the logits of a chunk of n tokens, on one rank's V / tp columns."""
+    """Forward and backward computations on the logits of a chunk of n tokens, over one rank's V / tp columns."""
 
     def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
         """Per token, into `out` [4, n]: the largest scaled logit m; sum exp(x - m); sum (x - m) exp(x - m); and the
         target's scaled logit, 0 if another rank has it. `logits` [n, V / tp] may be overwritten."""
 
     def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
-        """The gradient of the logits, in their dtype; they may be overwritten by it."""
+        """The gradient of the logits, in their dtype; it may overwrite them."""
 
 
 class BackwardChunk(NamedTuple):
-    """What the backward pass knows of a chunk of n tokens: [n] each."""
+    """The backward pass's inputs for a chunk of n tokens: [n] each."""
 
     targets: Tensor
     log_normalizer: Tensor
@@ -34,16 +34,16 @@ class Projection(NamedTuple):
     """The output layer, its vocabulary split over the tensor-parallel ranks."""
 
     vocab_size: int
-    """Columns from here on are padding and have probability 0."""
+    """Columns from this index on are padding and have probability 0."""
     temperature: float
     chunk_tokens: int
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits are in memory at a time."""
     group: dist.ProcessGroup
     """The tensor-parallel group."""
     softmax: Softmax
 
     def num_real(self, columns: int) -> int:
-        """How many of this rank's columns are no padding."""
+        """How many of this rank's columns are not padding."""
         return max(0, min(columns, self.vocab_size - self.first_column(columns)))
 
     def first_column(self, columns: int) -> int:
@@ -52,13 +52,13 @@ class Projection(NamedTuple):
 
 
 class TorchSoftmax:
-    """A `Softmax` of torch's operations, in float32 (float64 for float64 logits)."""
+    """A `Softmax` in torch operations, computed in float32 (float64 for float64 logits)."""
 
     def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
         scaled = _scaled(logits, projection, out.dtype)
         del logits
         column, inside = _column(targets, scaled.size(-1), projection)
-        # a rank of padding alone has no largest logit: a finite one keeps its sums 0
+        # a rank with only padding has the maximum -inf, and -inf - (-inf) is NaN: a finite maximum keeps its sums at 0
         peak = torch.clamp(scaled.amax(-1), min=torch.finfo(scaled.dtype).min)
         out[3] = torch.where(inside, scaled.gather(1, column)[:, 0], 0.0)
         shifted = scaled.sub_(peak[:, None])
@@ -74,12 +74,12 @@ class TorchSoftmax:
         log_probs -= chunk.log_normalizer[:, None]
         if chunk.grad_entropy is None:
             grad = log_probs.exp_()
-            grad *= -_column_of(chunk.grad_logprobs)
+            grad *= -_as_column(chunk.grad_logprobs)
         else:
             probs = log_probs.exp()
             log_probs[:, projection.num_real(probs.size(-1)) :] = 0.0
             grad = log_probs.add_(chunk.entropy[:, None]).mul_(chunk.grad_entropy[:, None])
-            grad += _column_of(chunk.grad_logprobs)
+            grad += _as_column(chunk.grad_logprobs)
             grad *= probs.neg_()
         if chunk.grad_logprobs is not None:
             column, inside = _column(chunk.targets, grad.size(-1), projection)
@@ -89,13 +89,13 @@ class TorchSoftmax:
         return grad.to(dtype)
 
 
-def _column_of(grad: Tensor | None) -> Tensor | float:
+def _as_column(grad: Tensor | None) -> Tensor | float:
     return 0.0 if grad is None else grad[:, None]
 
 
 def _scaled(logits: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     """[n, V / tp] in `dtype`, divided by the temperature, with -inf on the padding columns; overwrites `logits` if they
-    have that type."""
+    have that dtype."""
     scaled = logits.to(dtype)
     if projection.temperature != 1:
         scaled /= projection.temperature

@@ -1,9 +1,9 @@
-"""The facade that stands for `torch.cuda` inside megatron-core on a machine without CUDA.
+"""The facade that replaces `torch.cuda` inside megatron-core on a machine without CUDA.
 
-Only rewritten megatron-core modules ever see this object (hook.py puts its name into them); `torch.cuda` itself
-stays as it is. The rule for what belongs here: a name is answered here only if the honest answer on a CPU is known
-(work is synchronous, there is one device and one random generator). Every other name falls through to the real
-`torch.cuda`, which raises its own error rather than return a made-up number.
+Only rewritten megatron-core modules see this object (hook.py puts its name into them); `torch.cuda` itself is not
+changed. The facade defines a name only if it can give the true answer for a CPU, where work is synchronous and there
+are one device and one random generator. Every other name falls through to the real `torch.cuda`, which raises its own
+error instead of returning an invented number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
-    """Nothing to wait for, to switch or to free: work is synchronous, on one device."""
+    """Does nothing: work is synchronous, on one device, so there is nothing to wait for, to switch or to free."""
 
 
 def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
@@ -28,7 +28,7 @@ def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractC
 
 
 class CpuEvent:
-    """A point in the program. Work is synchronous, so it has always been reached once it was recorded."""
+    """A point in the program. Work is synchronous, so an event has been reached as soon as it is recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -36,7 +36,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A queue of work. There is one, the program's own order, so waiting for it is free and all streams are equal."""
+    """A queue of work. There is only one, the program's own order: waiting for it is free and all streams are equal."""
 
     device = CPU
 
@@ -74,7 +74,7 @@ class Accelerator:
     # ---- the one device
 
     def current_device(self) -> torch.device:
-        """A device, not an index: megatron-core hands the answer to `device=`, where torch reads 0 as CUDA's first."""
+        """A device, not an index: megatron-core passes the result to `device=`, where torch takes 0 for a GPU."""
         return CPU
 
     def device_count(self) -> int:
@@ -84,7 +84,7 @@ class Accelerator:
     device = _no_context
 
     def is_current_stream_capturing(self) -> bool:
-        """No graphs. Asked of a CUDA build of torch on a machine without a driver, the real one raises."""
+        """False: there are no graphs. A CUDA build of torch raises here on a machine without a driver."""
         return False
 
     # ---- the one stream
@@ -96,7 +96,7 @@ class Accelerator:
     default_stream = current_stream
     stream = _no_context
 
-    # ---- the one generator: the CPU's plays both the host's and the device's part
+    # ---- the one generator: the CPU's, which serves as both the host's and the device's
 
     def manual_seed(self, seed: int) -> None:
         """Seed the CPU generator, which dropout draws from here."""
@@ -113,25 +113,25 @@ class Accelerator:
     def _lazy_call(self, callback: Any, **kwargs: Any) -> None:
         callback()
 
-    # ---- what rewritten expressions call
+    # ---- called by rewritten expressions
 
     def to_device(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """For `x.cuda(...)` and `x.pin_memory(...)`: a tensor or module is where it should be already."""
+        """For `x.cuda(...)` and `x.pin_memory(...)`: tensors and modules are returned unchanged."""
         if isinstance(target, (torch.Tensor, torch.nn.Module)):
             return target
         return target.cuda(*args, **kwargs)
 
     def is_device(self, target: Any) -> Any:
-        """For `x.is_cuda`: whether a tensor is on the device that computes."""
+        """For `x.is_cuda`: whether a tensor is on the device of the computation, which is the CPU."""
         return target.device.type == "cpu" if isinstance(target, torch.Tensor) else target.is_cuda
 
     def type_of(self, target: Any) -> Any:
-        """For `x.type()`: megatron-core compares the answer with names such as 'torch.cuda.FloatTensor'."""
+        """For `x.type()`: megatron-core compares the result with names such as 'torch.cuda.FloatTensor'."""
         name = target.type()
         return name.replace("torch.", "torch.cuda.", 1) if isinstance(target, torch.Tensor) else name
 
     def import_from(self, module: str, name: str) -> Any:
-        """For `from torch.cuda... import name`: what this facade answers, else the real thing or its ImportError."""
+        """For `from torch.cuda... import name`: the facade's attribute, else the real one, else ImportError."""
         if hasattr(type(self), name):
             return getattr(self, name)
         owner: ModuleType = importlib.import_module(module)

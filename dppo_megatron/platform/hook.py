@@ -1,14 +1,14 @@
-"""The import hook: loads the modules of `megatron.core` with its CUDA expressions aimed at a facade (accelerator.py).
+"""The import hook: loads the modules of `megatron.core` with CUDA expressions redirected to a facade (accelerator.py).
 
 megatron-core names its device in the source: `torch.cuda.current_device()`, `device="cuda"`, `x.cuda()`,
-`x.type() == 'torch.cuda.FloatTensor'`. The alternatives to rewriting those expressions were weighed: patching `torch`
-reaches every other library in the process (a rollout engine, say) and lies to it; a fork or vendored copy has to be
-merged with every release. A syntax-tree rewrite touches megatron-core's modules only, and as every new node keeps the
-place of the one it replaces, tracebacks still point at the true line of the installed file.
+`x.type() == 'torch.cuda.FloatTensor'`. We rewrite those expressions because the alternatives are worse: patching
+`torch` affects every other library in the process (a rollout engine, say), and a fork or vendored copy has to be merged
+with every release. A syntax-tree rewrite changes megatron-core's modules only. Every new node keeps the position of the
+node it replaces, so tracebacks still point at the true line of the installed file.
 
-Each rule is local (one expression in, one out), so that it does not depend on a version of megatron-core. A loader is
-the least intrusive place for them: file, path and source for `inspect` stay those of the installed package, and other
-importers are not slowed (one string comparison for each module).
+Each rule is local (it replaces one expression by one), so it does not depend on the version of megatron-core. The rules
+are applied by a module loader because that changes least: file, path and source for `inspect` stay those of the
+installed package, and other imports cost only one string comparison more.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from dppo_megatron.platform.accelerator import ACCELERATOR
 
 PACKAGE = "megatron.core"
 _RULES = f"dppo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
-"""For the name of what is compiled by the rules of this file: a version number could be forgotten."""
+"""Part of the name of rewritten byte code: a digest of this file, since one could forget to raise a version number."""
 FACADE = "__dppo_accelerator__"
-"""The global name under which a rewritten module finds the facade. It ends in `__`, or class bodies would mangle it."""
+"""The global name of the facade in a rewritten module. It ends in `__` because class bodies mangle other `__` names."""
 
 _METHODS = {"cuda": "to_device", "pin_memory": "to_device", "type": "type_of"}
 _Node = TypeVar("_Node", bound=ast.AST)
 
-# moe_utils imports this name from Transformer Engine inside try/except and then reads it whether or not that worked.
-# (Mended in 0.19. On CUDA without Transformer Engine `capabilities.check_experts` refuses experts for the same reason.)
+# moe_utils imports this name from Transformer Engine inside try/except and then reads it even if the import failed.
+# (Fixed in 0.19. On CUDA without Transformer Engine `capabilities.check_mixture` refuses experts for the same reason.)
 _DEFAULTS: dict[str, dict[str, object]] = {"megatron.core.transformer.moe.moe_utils": {"te_general_gemm": None}}
-# What a module does without where it is missing, and which nothing here has it use: the logs of its timers and of its
-# inference engine, and Megatron's FSDP. Without them a rank imports 2,640 modules instead of 3,286, in a fifth less
-# CPU time.
+# Module -> optional imports of it that are never used here, and which we make fail: logging of timers and of Megatron's
+# inference engine, and Megatron's FSDP. A rank then imports 2,640 modules instead of 3,286, in a fifth less CPU time.
 _FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 _UNUSED = {
     "megatron.core.timers": ("wandb", "torch.utils.tensorboard"),
@@ -55,22 +54,22 @@ _UNUSED = {
 class Loader(importlib.machinery.SourceFileLoader):
     """Loads one module with its CUDA expressions rewritten.
 
-    Its byte code lies beside Python's own and by the same rules, under a name that holds a digest of the rewrite rules:
-    every rank of a CPU job imports megatron-core, and would else parse some 300 files again.
+    The byte code is cached beside Python's own, with a digest of the rewrite rules in its name: every rank of a CPU job
+    imports megatron-core, and without the cache would parse some 300 files again.
     """
 
     def source_to_code(self, data: Any, path: Any) -> CodeType:  # type: ignore[override]
-        """Rewritten and compiled."""
+        """The code of the rewritten source."""
         code: CodeType = compile(rewrite(data, path), path, "exec", dont_inherit=True)
         return code
 
     def get_data(self, path: str) -> bytes:
-        """Of a source file, or of the rewritten byte code in place of the plain one."""
-        return super().get_data(_rewritten(path))
+        """Read a source file, or the rewritten byte code instead of Python's."""
+        return super().get_data(_cache_path(path))
 
     def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Likewise."""
-        super().set_data(_rewritten(path), data, _mode=_mode)
+        """Write the rewritten byte code under its own name."""
+        super().set_data(_cache_path(path), data, _mode=_mode)
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module with the facade in its globals, then apply the fixes it needs."""
@@ -80,12 +79,12 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Gives the modules of `megatron.core` their loader."""
+    """Makes `Loader` load the modules of `megatron.core`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The ordinary spec, with our loader where the ordinary one reads a source file."""
+        """The ordinary spec, with our loader if the ordinary one reads a source file."""
         if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -94,18 +93,18 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _rewritten(path: str) -> str:
+def _cache_path(path: str) -> str:
     return f"{path.removesuffix('.pyc')}.{_RULES}.pyc" if path.endswith(".pyc") else path
 
 
 @contextmanager
 def _fixed(module: ModuleType) -> Iterator[None]:
-    """Around the execution of a module's own code: what it needs on a CPU beyond naming the device. Each fix is of one
-    fault that shows only without Transformer Engine, and can be deleted when upstream mends it."""
+    """Applies fixes around the execution of a module's code, which it needs on a CPU besides the rewriting. Each is for
+    one bug that occurs only without Transformer Engine, and can be deleted when megatron-core fixes the bug."""
     _quiet()
     vars(module).update(_DEFAULTS.get(module.__name__, {}))
     hidden = [name for name in _UNUSED.get(module.__name__, ()) if name not in sys.modules]
-    for name in hidden:  # importing one then raises ImportError
+    for name in hidden:  # None makes the import raise ImportError
         sys.modules[name] = None  # type: ignore[assignment]
     try:
         yield
@@ -113,27 +112,27 @@ def _fixed(module: ModuleType) -> Iterator[None]:
         for name in hidden:
             del sys.modules[name]
     if module.__name__ == "megatron.core.jit":
-        # torch.compile would want a C++ compiler, and on a small model spends minutes to save milliseconds.
+        # torch.compile needs a C++ compiler, and on a small model takes minutes to save milliseconds.
         module.disable_jit_fuser()
     if module.__name__ == "megatron.core.transformer.multi_latent_attention":
-        vars(module)["HAVE_TE"] = False  # it found the classes that megatron-core derives from a mock of it
+        vars(module)["HAVE_TE"] = False  # it is True even if megatron-core only has classes derived from a mock of TE
 
 
 def _quiet() -> None:
-    """Silence the messages that are true on every CPU run and ask for nothing to be done; no others.
+    """Silence only those warnings that appear in every CPU run and need no action.
 
-    Done again for each module (adding a filter twice keeps one), because an import of megatron-core inside
-    `warnings.catch_warnings`, as pytest does, loses filters that were set earlier.
+    Repeated for each module (adding a filter twice keeps one), because an import of megatron-core inside
+    `warnings.catch_warnings`, as in pytest, loses filters that were set earlier.
     """
     fallback = r"(Transformer Engine and Apex are|Apex is) not installed\. Falling back to "
     warnings.filterwarnings("ignore", message=fallback, category=UserWarning, module=r"megatron\.core\.")
-    # megatron-core 0.16 imports two of its own deprecated modules and warns its users of it.
-    for own in (
+    # megatron-core 0.16 imports two of its own deprecated modules, which warn about it.
+    for deprecated in (
         r"The following imports from `dynamic_context\.py` will",
         r"The 'megatron\.core\.\S+'\s+module is deprecated",
     ):
-        warnings.filterwarnings("ignore", message=own, category=DeprecationWarning)
-    # One generator plays host and device here, so drawing from "the device's" always moves "the host's".
+        warnings.filterwarnings("ignore", message=deprecated, category=DeprecationWarning)
+    # Host and device share one generator here, so drawing from the device's always changes the host's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_shared_generator)
 
 
@@ -142,36 +141,36 @@ def _not_about_shared_generator(record: logging.LogRecord) -> bool:
 
 
 def rewrite(source: bytes | str, path: str) -> ast.Module:
-    """The syntax tree of `source`, re-aimed."""
-    tree = _Retarget().visit(ast.parse(source, path))
+    """The syntax tree of `source`, with its CUDA expressions redirected to the facade."""
+    tree = _Redirect().visit(ast.parse(source, path))
     assert isinstance(tree, ast.Module)
     return ast.fix_missing_locations(tree)
 
 
 def _facade(*attributes: str) -> ast.expr:
-    """`FACADE.a.b`."""
+    """The expression `FACADE.a.b` for the attributes ("a", "b")."""
     node: ast.expr = ast.Name(FACADE, ast.Load())
     for attribute in attributes:
         node = ast.Attribute(node, attribute, ast.Load())
     return node
 
 
-def _at(place: ast.AST, node: _Node) -> _Node:
-    """`node` where `place` is; so will be what is inside and has no place, by `ast.fix_missing_locations`."""
-    return ast.copy_location(node, place)
+def _at(replaced: ast.AST, node: _Node) -> _Node:
+    """`node` with the line and column of `replaced`; `ast.fix_missing_locations` passes them on to nodes inside."""
+    return ast.copy_location(node, replaced)
 
 
-def _import(place: ast.AST, bound_name: str, module: str, name: str) -> ast.stmt:
-    """`bound_name = FACADE.import_from(module, name)`."""
+def _import(replaced: ast.AST, bound_name: str, module: str, name: str) -> ast.stmt:
+    """The statement `bound_name = FACADE.import_from(module, name)`."""
     call = ast.Call(_facade("import_from"), [ast.Constant(module), ast.Constant(name)], [])
-    return _at(place, ast.Assign([ast.Name(bound_name, ast.Store())], call))
+    return _at(replaced, ast.Assign([ast.Name(bound_name, ast.Store())], call))
 
 
 def _is_cuda_name(value: object) -> bool:
     return isinstance(value, str) and (value == "cuda" or (value.startswith("cuda:") and value[5:].isdigit()))
 
 
-class _Retarget(ast.NodeTransformer):
+class _Redirect(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """`torch.cuda` -> the facade; `x.is_cuda` -> `facade.is_device(x)`."""
         self.generic_visit(node)
@@ -182,11 +181,11 @@ class _Retarget(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        """`"cuda"`, `"cuda:0"` -> `"cpu"`; also where they are compared with, so that comparisons stay consistent."""
+        """`"cuda"`, `"cuda:0"` -> `"cpu"`, in comparisons too, so that these stay consistent."""
         return _at(node, ast.Constant("cpu")) if _is_cuda_name(node.value) else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """Only what is in braces: a literal piece such as the "cuda" of `f"cuda{version}"` is text, not a device."""
+        """Rewrites only what is in braces: the "cuda" of `f"cuda{version}"` is text, not a device."""
         node.values = [v if isinstance(v, ast.Constant) else self.visit(v) for v in node.values]
         return node
 
@@ -198,7 +197,7 @@ class _Retarget(ast.NodeTransformer):
                 keyword.value = _at(keyword.value, ast.Constant(False))
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in _METHODS:
             return node
-        if node.func.attr == "type" and (node.args or node.keywords):  # a cast, not a question
+        if node.func.attr == "type" and (node.args or node.keywords):  # x.type(dtype) is a cast
             return node
         return _at(node, ast.Call(_facade(_METHODS[node.func.attr]), [node.func.value, *node.args], node.keywords))
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.layer_parts import Experts, Latent, halves
+from dppo_megatron.weights.layer_parts import Experts, Latent, deinterleave
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, own_and_provided
 
 _FIRST_ROOM = 16
@@ -266,7 +266,7 @@ class Decoder:
             heads = self._normed(heads, layer.qk_norm)
         if a.is_glm4:  # pairs that turn lie side by side
             size = 2 * len(a.rope.frequencies)
-            heads = torch.cat([halves(heads[..., :size]), heads[..., size:]], -1)
+            heads = torch.cat([deinterleave(heads[..., :size]), heads[..., size:]], -1)
         if a.gemma is not None:  # attention divides by the root of the head's size
             heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
         return heads, values
@@ -279,12 +279,12 @@ class Decoder:
         if own.query_down is not None and own.query_norm is not None:
             inner = F.rms_norm(F.linear(x, own.query_down), own.query_norm.shape, own.query_norm, a.norm_eps)
         queries = F.linear(inner, own.query_up).view(len(x), a.num_heads, -1) * latent.scale
-        still_q, turning_q = queries.tensor_split((latent.still_dim,), -1)
+        still_q, turning_q = queries.tensor_split((latent.nope_dim,), -1)
         low, turning_k = F.linear(x, own.down).tensor_split((latent.rank,), -1)
         expanded = F.linear(F.rms_norm(low, own.norm.shape, own.norm, a.norm_eps), own.up)
-        still_k, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.still_dim,), -1)
+        still_k, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.nope_dim,), -1)
         turning = torch.cat([turning_q, turning_k[:, None].expand_as(turning_q)], 1)
-        heads = torch.cat([halves(turning), torch.cat([still_q, still_k], 1)], -1)
+        heads = torch.cat([deinterleave(turning), torch.cat([still_q, still_k], 1)], -1)
         return heads, F.pad(values, (0, a.head_dim - latent.value_dim))
 
     def _attend(
@@ -386,7 +386,7 @@ class Decoder:
 
     def _behind(self, name: str, half: int) -> Tensor | None:
         a = self._architecture
-        return self._new(f"{name}{a.norms_behind[half]}_layernorm.weight", a.hidden_size) if a.norms_behind else None
+        return self._new(f"{name}{a.post_norms[half]}_layernorm.weight", a.hidden_size) if a.post_norms else None
 
     def _qkv(self, name: str, what: str, *columns: int) -> Tensor:
         a = self._architecture
@@ -402,9 +402,9 @@ class Decoder:
             query_down=self._new(name + "q_a_proj.weight", low, hidden) if low else None,
             query_norm=self._new(name + "q_a_layernorm.weight", low) if low else None,
             query_up=query_up,
-            down=self._new(name + "kv_a_proj_with_mqa.weight", latent.rank + latent.turning_dim, hidden),
+            down=self._new(name + "kv_a_proj_with_mqa.weight", latent.rank + latent.rope_dim, hidden),
             norm=self._new(name + "kv_a_layernorm.weight", latent.rank),
-            up=self._new(name + "kv_b_proj.weight", heads * (latent.still_dim + latent.value_dim), latent.rank),
+            up=self._new(name + "kv_b_proj.weight", heads * (latent.nope_dim + latent.value_dim), latent.rank),
         )
 
     def _dense(self, name: str, ffn: int, post_norm: Tensor | None = None) -> _FeedForward:

@@ -32,8 +32,8 @@ def cost_model(architecture: Architecture) -> CostModel:
     projections = hidden_size * (heads + values + 2 * architecture.num_kv_heads * architecture.head_dim)
     if latent is not None:
         queries = (hidden_size + heads) * latent.query_rank if latent.query_rank else hidden_size * heads
-        expanded = architecture.num_heads * (latent.still_dim + latent.value_dim)
-        keys = hidden_size * (latent.rank + latent.turning_dim) + latent.rank * expanded
+        expanded = architecture.num_heads * (latent.nope_dim + latent.value_dim)
+        keys = hidden_size * (latent.rank + latent.rope_dim) + latent.rank * expanded
         projections = queries + keys + hidden_size * values
     dense = layers if experts is None else experts.dense_layers
     feed_forward = dense * 3 * hidden_size * architecture.ffn_size

@@ -1,5 +1,5 @@
-"""Hugging Face tensors <-> Megatron shards: one table of names and shapes for files and for the live sync."""
+"""Hugging Face tensors <-> Megatron shards: one table of names and shapes for files and for the weight sync."""
 
 from dppo_megatron.platform import prepare
 
-prepare()  # makes Megatron importable for `sharded`; imports nothing itself
+prepare()  # makes Megatron importable for `sharded`, without importing it

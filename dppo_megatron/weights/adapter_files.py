@@ -1,5 +1,5 @@
-"""An adapter in PEFT's files, adapter_config.json and adapter_model.safetensors, as PEFT, transformers and the engines
-load it onto the model that training began from."""
+"""Writes an adapter as PEFT's files, adapter_config.json and adapter_model.safetensors. PEFT, transformers and the
+engines load them onto the model from which training started."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CONFIG = "adapter_config.json"
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
-    """Write an adapter: all of its tensors by PEFT's names, and the model that it belongs to.
+    """Write an adapter: its `tensors`, by PEFT's names, and a config that names the model `base` it belongs to.
 
     Raises:
         UserError: the disk is full.
     """
     make_directory(directory)
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    saved = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     path = directory / "adapter_model.safetensors"
     try:
-        save_file(held, path, {"format": "pt"})
+        save_file(saved, path, {"format": "pt"})
     except SafetensorError as error:
         raise UserError(f"'{path}' cannot be written: {error}") from None
     config = {

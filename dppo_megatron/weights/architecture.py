@@ -1,7 +1,7 @@
 """Reads the architecture of a Hugging Face checkpoint from its config.json.
 
-The values are those of transformers' config class, as for the embedded engine and later loads of the checkpoint. Before
-that every key is checked, so that one which this code does not implement is refused by name (`config_keys.py`).
+Values are those of transformers' config class, which the embedded engine and later users of the checkpoint get too.
+Every key is checked first, and a key that this code does not implement is refused by name (`config_keys.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dppo_megatron.weights.pipeline import Stages, check_optimizers, split_layer
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapters of a model: B A x alpha / rank is added to the output of each target."""
+    """The adapters of a model: B A x alpha / rank is added to the output of each target for the input x."""
 
     rank: int
     alpha: float
@@ -62,8 +62,8 @@ class Lora:
         return f"rank {self.rank}, alpha {self.alpha:g}, {', '.join(self.targets)}"
 
 
-_OF_EXPERTS = PROJECTIONS[4:]
-_NORMS_BEHIND = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
+_EXPERT_PROJECTIONS = PROJECTIONS[4:]
+_POST_NORMS = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +83,21 @@ class Architecture:
     norm_eps: float
     tied_embeddings: bool
     qk_norm: bool
-    """RMS norm on each head's queries and keys (Qwen3, GLM, Gemma)."""
+    """RMS norm of each head's queries and keys (Qwen3, GLM, Gemma)."""
     qkv_bias: bool
-    """Bias on the query, key and value projections (Qwen2, GLM)."""
+    """Bias of the query, key and value projections (Qwen2, GLM)."""
     experts: Experts | None = None
     latent: Latent | None = None
     gemma: Gemma | None = None
-    norms_behind: tuple[str, ...] = ()
-    """The checkpoint's names of the norms behind attention and feed-forward (Gemma, GLM-4)."""
+    post_norms: tuple[str, ...] = ()
+    """The checkpoint's names of the norms after attention and feed-forward (Gemma, GLM-4)."""
     is_glm4: bool = False
-    """Gate and up are one tensor of the checkpoint, and pairs that turn lie side by side."""
+    """Gate and up are one tensor in the checkpoint, and rotary pairs are interleaved."""
     lora: Lora | None = None
     prediction_layers: int = 0
-    """Layers behind the others in the checkpoint that predict several tokens; they are not read."""
+    """Number of layers for multi-token prediction, the last ones of the checkpoint; they are not read."""
     provided_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """By key of `mapping.kinds`, the checkpoint's names that `model.provider` gives; else those of `mapping.py`."""
+    """(key of `mapping.kinds`, the checkpoint's names), from `model.provider`; other keys have `mapping.py`'s."""
 
     def with_adapters(self, config: LoraConfig) -> Architecture:
         """The same model with the adapters of `actor.lora`; unchanged if it is off.
@@ -108,57 +108,57 @@ class Architecture:
         if not config.rank:
             return self
         known = PROJECTIONS if self.latent is None else self.latent.projections
-        given = list(known) if "all-linear" in config.targets else config.targets
-        said = f"actor.lora.targets = [{', '.join(config.targets)}]"
-        if unknown := sorted(set(given) - set(known)):
-            raise UserError(f"{said}: {unknown[0]}: must be among {', '.join(known)}, or all-linear")
-        if self.is_glm4 and {"gate_proj", "up_proj"} & set(given):
-            raise UserError(f"{said}: gate_proj and up_proj are one tensor of {self.name}; name other projections")
+        targets = list(known) if "all-linear" in config.targets else config.targets
+        setting = f"actor.lora.targets = [{', '.join(config.targets)}]"
+        if unknown := sorted(set(targets) - set(known)):
+            raise UserError(f"{setting}: {unknown[0]}: must be one of {', '.join(known)}, or all-linear")
+        if self.is_glm4 and {"gate_proj", "up_proj"} & set(targets):
+            raise UserError(f"{setting}: gate_proj and up_proj are one tensor in {self.name}; name other projections")
         if config.experts and self.experts is None:
             raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
         if config.experts and self.experts and (self.experts.shared_gate or self.experts.projections[0] not in known):
-            raise UserError(f"actor.lora.experts = true: not of {self.name}, whose experts PEFT does not find")
+            raise UserError(f"actor.lora.experts = true: PEFT does not find the experts of {self.name}; use false")
         if self.experts is not None and not config.experts:
-            if given is config.targets and (of_experts := [name for name in given if name in _OF_EXPERTS]):
-                raise UserError(f"{said}: {of_experts[0]} is the experts' in this model; set actor.lora.experts = true")
-            given = [name for name in given if name not in _OF_EXPERTS]
-        if config.experts and ("gate_proj" in given) != ("up_proj" in given):
+            if targets is config.targets and (of_experts := [name for name in targets if name in _EXPERT_PROJECTIONS]):
+                raise UserError(f"{setting}: {of_experts[0]} belongs to experts here; set actor.lora.experts = true")
+            targets = [name for name in targets if name not in _EXPERT_PROJECTIONS]
+        if config.experts and ("gate_proj" in targets) != ("up_proj" in targets):
             raise UserError(
-                f"{said}: an expert's gate_proj and up_proj are one tensor in transformers; name both or none"
+                f"{setting}: an expert's gate_proj and up_proj are one tensor in transformers; name both or none"
             )
-        if not given:
-            raise UserError(f"{said}: names no projection; use all-linear")
-        lora = Lora(config.rank, config.alpha, tuple(name for name in known if name in given))
+        if not targets:
+            raise UserError(f"{setting}: names no projection; use all-linear")
+        lora = Lora(config.rank, config.alpha, tuple(name for name in known if name in targets))
         return replace(self, lora=lora)
 
     @property
     def expert_choices(self) -> ExpertChoices | None:
-        """The choices of its routers for one token; None of a dense model."""
-        one = self.experts
-        return None if one is None else ExpertChoices(self.num_layers, one.per_token, one.count, one.dense_layers)
+        """The size of the routers' choices for one token; None for a dense model."""
+        e = self.experts
+        return None if e is None else ExpertChoices(self.num_layers, e.per_token, e.count, e.dense_layers)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer, counted from 0, is a mixture."""
+        """Whether this layer (counted from 0) is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int | None:
-        """The tokens that one of this layer, counted from 0, sees, itself included; None: all before it."""
+        """How many tokens a token sees in this layer (counted from 0), itself included; None: all tokens before it."""
         return self.gemma.window if self.gemma and self.gemma.windowed[layer] else None
 
     def rope_of(self, layer: int) -> Rope:
-        """The position embedding of this layer, counted from 0."""
+        """The position embedding of this layer (counted from 0)."""
         return self.gemma.local_rope if self.gemma and self.gemma.windowed[layer] else self.rope
 
     @property
     def value_dim(self) -> int:
-        """Of a head."""
+        """Size of a head's values."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def has_layer_keys(self) -> bool:
-        """Whether each layer has keys of its own in Megatron's sharded state dict. Those of a mixture have, also where
-        they are alike: stacked over layers too, the experts of Qwen3-30B-A3B are 12,288 shards of one tensor, and torch
-        compares each with half of the others in every save and load."""
+        """Whether each layer has its own keys in Megatron's sharded state dict, as in every mixture of experts. With
+        one key for all layers, the experts of Qwen3-30B-A3B would be 12,288 shards of one tensor, and torch compares
+        each with half of the others in every save and load."""
         return self.experts is not None
 
     def check_layout(self, actor: ActorConfig) -> None:
@@ -173,7 +173,7 @@ class Architecture:
                 f"{where}: must divide the model's {self.num_kv_heads} key-value heads or be a multiple of them"
             )
         columns = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if columns % tp:  # below as many key-value heads as ranks, Megatron splits the rows of qkv regardless of heads
+        if columns % tp:  # with fewer key-value heads than ranks, Megatron splits the rows of qkv regardless of heads
             raise UserError(
                 f"{where}: the {columns} rows of the model's queries, keys and values ({self.num_heads} + 2 x"
                 f" {self.num_kv_heads} heads of {self.head_dim}) do not divide by it"
@@ -187,10 +187,10 @@ class Architecture:
         check_optimizers(stages, actor)
 
     def check_servers(self, rollout: RolloutConfig) -> None:
-        """Raise `UserError` unless a server's workers get whole heads; both engines copy key-value heads."""
+        """Raise `UserError` unless a server's workers get whole heads; both engines duplicate key-value heads."""
         split = read_split(rollout.servers.args)
         if rollout.engine != "hf" and self.num_heads % split.heads:
-            groups = f" in {split.attention} groups of attention" if split.attention > 1 else ""
+            groups = f" in {split.attention} attention groups" if split.attention > 1 else ""
             raise UserError(
                 f"rollout.servers.args: tensor parallel {split.tensor}{groups}: the model's {self.num_heads} attention"
                 " heads do not divide by it"
@@ -202,7 +202,7 @@ class Architecture:
             sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
         if self.latent is not None:
             sizes["query rank"] = self.latent.query_rank
-            sizes["key-value rank with the turning dimensions,"] = self.latent.rank + self.latent.turning_dim
+            sizes["key-value rank plus rotary dimensions"] = self.latent.rank + self.latent.rope_dim
         return sizes
 
     def check_bf16_layers(self, actor: ActorConfig) -> None:
@@ -214,7 +214,7 @@ class Architecture:
             )
 
     def _check_stages(self, stages: Stages) -> None:
-        """A stage of dense layers alone would give Megatron's optimizer of experts no step to save."""
+        """Refuse a stage with only dense layers: its optimizer of experts would have no step to save."""
         mixtures, layer = [0] * len(stages), 0
         for chunk in range(len(stages[0])):
             for stage, sizes in enumerate(stages):
@@ -267,10 +267,10 @@ def read_architecture(
 
     Args:
         given_as: the setting or option that named the directory, for messages.
-        ignored: unknown keys that change nothing, `model.ignore_config_keys`.
+        ignored: `model.ignore_config_keys`, unknown keys that change nothing.
 
     Raises:
-        UserError: no config.json, not JSON, an unsupported architecture, or a feature the actor does not have.
+        UserError: config.json is missing or not JSON, or has an unsupported architecture or feature.
     """
     raw, path = read_config(hf_path, given_as)
     family = _family(raw, path)
@@ -281,7 +281,7 @@ def read_architecture(
     values = read_values(config, raw, family, path)
     check_sizes(raw, values, path)
     latent = read_latent(values, config, path) if "kv_lora_rank" in values else None
-    head_dim = latent.still_dim + latent.turning_dim if latent else values["head_dim"]
+    head_dim = latent.nope_dim + latent.rope_dim if latent else values["head_dim"]
     return Architecture(
         name=family,
         num_layers=values["num_hidden_layers"],
@@ -292,7 +292,7 @@ def read_architecture(
         head_dim=head_dim,
         vocab_size=values["vocab_size"],
         max_positions=positions_of(values["max_position_embeddings"], ropes[FULL]),
-        rope=make_rope(config, latent.turning_dim if latent else head_dim, ropes, path),
+        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
         norm_eps=values["rms_norm_eps"],
         tied_embeddings=values["tie_word_embeddings"],
         qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
@@ -300,18 +300,18 @@ def read_architecture(
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
         latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
-        norms_behind=_NORMS_BEHIND.get(family, ()),
+        post_norms=_POST_NORMS.get(family, ()),
         is_glm4=family == GLM4,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
 
 
 def read_config(hf_path: str | Path, given_as: str) -> tuple[dict[str, Any], Path]:
-    """config.json of a checkpoint directory, and its path. Raises UserError if there is none, or no JSON object."""
+    """config.json of a checkpoint directory, and its path. Raises UserError if it is missing or no JSON object."""
     path = Path(hf_path) / "config.json"
-    if not os.path.exists(path):  # unlike Path.exists, no error for a name that is too long
-        of_run = f"; '{hf_path}/hf' is one" if os.path.exists(path.parent / "hf" / "config.json") else ""
-        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint{of_run}")
+    if not os.path.exists(path):  # Path.exists raises for a name that is too long
+        hint = f"; '{hf_path}/hf' is one" if os.path.exists(path.parent / "hf" / "config.json") else ""
+        raise UserError(f"{given_as} '{hf_path}': holds no config.json, so it is no Hugging Face checkpoint{hint}")
     return read_object(path), path
 
 
@@ -341,35 +341,35 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
 
 
 def check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` for heads that do not divide into groups, or a padding token beyond the vocabulary."""
+    """Raise `UserError` if heads do not divide into groups, or the padding token is outside the vocabulary."""
     heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % groups:
         raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
     # transformers passes pad_token_id to the embedding, which refuses an index out of range
     pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
     if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
-        raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be a row of the {vocab_size} of the vocabulary")
+        raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be one of the vocabulary's {vocab_size} tokens")
 
 
 def as_transformers_reads(
     raw: Mapping[str, Any], model_type: str, ropes: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Any:
-    """transformers' config of `raw`. Raises `UserError` if it refuses it, or reads the position embedding otherwise."""
+    """transformers' config of `raw`. Raises `UserError` if transformers refuses it, or reads other `ropes` from it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
-    except Exception as error:  # its validators raise their own classes, and TypeErrors from deep inside
+    except Exception as error:  # validators raise classes of their own, and TypeErrors
         raise UserError(f"{path}: transformers refuses it: {one_line(str(error) or type(error).__name__)}") from None
     for kind, rope in ropes.items():
         theirs = config.rope_parameters[kind] if len(ropes) > 1 else config.rope_parameters or {}
-        found = {key: value for key, value in theirs.items() if value is not None}
-        if {key: value for key, value in found.items() if key not in ("type", "partial_rotary_factor")} != rope:
-            raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(found)} by transformers")
+        read = {key: value for key, value in theirs.items() if value is not None}
+        if {key: value for key, value in read.items() if key not in ("type", "partial_rotary_factor")} != rope:
+            raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(read)} by transformers")
     return config
 
 
 def positions_of(stated: int, rope: Mapping[str, Any]) -> int:
-    """With YaRN, published config.json files leave max_position_embeddings at what it was before."""
+    """The model's context length. With YaRN, published config.json files state the length before the extension."""
     original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else 0
     return max(stated, int(original * rope.get("factor", 1)))

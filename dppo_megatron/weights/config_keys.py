@@ -1,9 +1,9 @@
-"""What config.json may hold: keys that are read, keys that must have the one value computed here, harmless keys.
+"""What config.json may hold: keys that are read, keys that must have the value implemented here, harmless keys.
 
-A key that changes the computation and is not read silently makes it another model. So a key of none of these lists is
-refused by name if its value is on (not null, false, 0 or empty); `model.ignore_config_keys` is the way out. The price:
-a harmless key that we have not met is refused too, at the start of a run and with that way out in the message. Tests
-compare the lists with what transformers' own code reads while it builds and runs a model.
+If a key changes the computation and is not read, another model is trained, without an error. So a key in none of the
+lists is refused by name if it switches something on (its value is not null, false, 0 or empty). Unknown harmless keys
+are refused too; the message at the start of the run names the remedy, `model.ignore_config_keys`. Tests compare the
+lists with what transformers' own code reads while it builds and runs a model.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ MODEL_TYPES = {
     DEEPSEEK: "deepseek_v3",
     GEMMA3: "gemma3_text",
 }
-"""Architectures with rows in the weight table of `mapping.py`, and the `model_type` that transformers goes by."""
+"""Architectures with rows in the weight table of `mapping.py` -> the `model_type` by which transformers finds them."""
 SUPPORTED = tuple(MODEL_TYPES)
 PROVIDED = "model.provider"
-"""Any family that a provider describes: it reads keys of its own, and only what no family here has is refused."""
+"""Stands for any family that a provider describes. The provider reads keys of its own, so only what no family here
+supports is refused."""
 
 _ALL = frozenset(SUPPORTED)
 _LATENT = frozenset({DEEPSEEK})
 _GEMMA = frozenset({GEMMA3})
 SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
-"""Mixtures as DeepSeek-V3 has them: routers that score by sigmoid, shared experts, the first layers dense."""
+"""Mixtures like DeepSeek-V3: sigmoid routers, shared experts, dense first layers."""
 PARTIAL = frozenset({GLM4, GLM4_MOE, PROVIDED})
-"""Only a part of each head's dimensions rotates, or may."""
+"""Families that may rotate only a part of each head's dimensions."""
 _QWEN2_MOE = frozenset({QWEN2_MOE})
 _MOE = _QWEN2_MOE | SIGMOID | {QWEN3_MOE, MIXTRAL}
 
 
 class Accepted(NamedTuple):
-    """What a value may be, in words and as a test of it."""
+    """The values that a key accepts, as words for messages and as a test."""
 
     wanted: str
     fits: Callable[[Any], bool]
 
 
 def _size(least: int, most: int, *, even: bool = False) -> Accepted:
-    """A whole number in a range; True and 4.0 are none."""
+    """A whole number in a range, but not True or 4.0."""
     wanted = f"{'an even' if even else 'a whole'} number from {least} to {most}"
     return Accepted(wanted, lambda value: type(value) is int and least <= value <= most and not (even and value % 2))
 
 
 def _number(least: float, most: float) -> Accepted:
-    """A number in a range. Compared before it is converted: 10**400 is an int that no float holds."""
+    """A number in a range. It is compared as it is: an int such as 10**400 cannot be converted to a float."""
     wanted = f"a number from {least:g} to {most:g}"
     return Accepted(wanted, lambda value: type(value) in (int, float) and least <= value <= most)
 
@@ -83,7 +84,7 @@ def _or_null(accepted: Accepted) -> Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How this code treats one key of config.json, or several of one kind."""
+    """How this code treats one key of config.json, or several that have the same rule."""
 
     names: tuple[str, ...]
     takes: Accepted
@@ -92,13 +93,12 @@ class Key:
     nullable: bool = False
     """null means the same as a missing key."""
     optional: bool = False
-    """transformers has a default that depends on nothing but the family and the other keys."""
-
+    """The key may be missing: transformers has a default, which depends only on the family and the other keys."""
     ignorable: bool = False
-    """`model.ignore_config_keys` reaches it."""
+    """`model.ignore_config_keys` may list it."""
 
     def holds_for(self, family: str) -> bool:
-        """Whether a config.json of this family is read so."""
+        """Whether the rule applies to a config.json of this family."""
         return family in self.families or (family == PROVIDED and self.families == _ALL)
 
 
@@ -119,11 +119,11 @@ READ = (
     Key(("max_position_embeddings",), _size(1, _POSITIVE)),
     Key(("rms_norm_eps",), _number(1e-30, 0.1), optional=True),
     Key(("tie_word_embeddings",), _one_of(False, True), optional=True),
-    Key(("num_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", _MOE - SIGMOID - _QWEN2_MOE),
+    Key(("num_experts", "num_local_experts"), _size(1, 4096), "synonyms", _MOE - SIGMOID - _QWEN2_MOE),
     Key(("num_experts",), _size(1, 4096), "", _QWEN2_MOE),
     Key(("shared_expert_intermediate_size",), _size(1, 2**24), "", _QWEN2_MOE),
     Key(("qkv_bias",), _one_of(False, True), "", _QWEN2_MOE, optional=True),
-    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "one thing, two names", SIGMOID),
+    Key(("n_routed_experts", "num_local_experts"), _size(1, 4096), "synonyms", SIGMOID),
     Key(("num_experts_per_tok",), _size(1, 4096), "1 only without norm_topk_prob", _MOE),
     Key(("moe_intermediate_size",), _size(1, 2**24), "", _MOE - {MIXTRAL}),
     Key(("norm_topk_prob",), _one_of(False, True), "", _QWEN2_MOE | {QWEN3_MOE}, optional=True),
@@ -135,12 +135,12 @@ READ = (
     Key(("num_nextn_predict_layers", "num_mtp_layers"), _size(0, 64), "", SIGMOID, optional=True),
     Key(("attention_bias",), _one_of(False, True), "", PARTIAL, optional=True),
     Key(("use_qk_norm",), _one_of(False, True), "", frozenset({GLM4_MOE}), optional=True),
-    # transformers' default is a window of 4096, so a file without the key has one
+    # transformers' default is a window of 4096, so a file without this key means a model with windows
     Key(("sliding_window",), _one_of(None), "no windows", frozenset({MISTRAL}), optional=True),
     Key(("sliding_window",), _size(1, _POSITIVE), "", _GEMMA, optional=True),
     Key(("query_pre_attn_scalar",), _number(1e-3, 1e6), "", _GEMMA, optional=True),
 )
-"""Keys whose values become the `Architecture`, as transformers reads them."""
+"""Keys whose values, as transformers reads them, become the `Architecture`."""
 
 _NO = _one_of(False)
 _YES = _one_of(True)
@@ -150,22 +150,22 @@ _OFF = _one_of(None, False, 0, "", [], {})
 FIXED = (
     Key(("hidden_act",), _one_of("silu"), "the activation", _ALL - _GEMMA),
     Key(("hidden_activation", "hidden_act"), _one_of("gelu_pytorch_tanh"), "the activation", _GEMMA),
-    Key(("attn_logit_softcapping", "final_logit_softcapping"), _NONE, "logits have no cap", _GEMMA),
-    Key(("use_bidirectional_attention",), _NO, "every token sees those before it", _GEMMA, nullable=True),
-    Key(("sliding_window_pattern", "_sliding_window_pattern"), _size(1, 4096), "layer_types is read", _GEMMA),
+    Key(("attn_logit_softcapping", "final_logit_softcapping"), _NONE, "logits are not capped", _GEMMA),
+    Key(("use_bidirectional_attention",), _NO, "attention is causal", _GEMMA, nullable=True),
+    Key(("sliding_window_pattern", "_sliding_window_pattern"), _size(1, 4096), "layer_types is read instead", _GEMMA),
     Key(("rope_local_base_freq",), _number(1.0, 1e30), "with rope_parameters", _GEMMA),
     Key(("cache_implementation",), _one_of(None, "hybrid"), "attention", _GEMMA),
-    Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name for it", nullable=True),
+    Key(("activation",), _one_of("silu", "swiglu"), "Falcon3's name of the activation", nullable=True),
     Key(("attention_bias",), _NO, "no biases", _ALL - PARTIAL - {QWEN2}),
-    Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 has these biases always", frozenset({QWEN2})),
+    Key(("attention_bias", "qkv_bias"), _YES, "Qwen2 always has these biases", frozenset({QWEN2})),
     Key(("mlp_bias",), _NO, "no biases"),
     Key(
-        ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 has these norms always", frozenset({QWEN3, QWEN3_MOE})
+        ("use_qk_norm", "qk_layernorm", "qk_norm"), _YES, "Qwen3 always has these norms", frozenset({QWEN3, QWEN3_MOE})
     ),
     Key(
         ("attention_dropout",),
         _one_of(0, False),
-        "the actor trains without; named in model.ignore_config_keys, it does so all the same",
+        "the actor trains without dropout; to accept that, name the key in model.ignore_config_keys",
         nullable=True,
         ignorable=True,
     ),
@@ -174,25 +174,25 @@ FIXED = (
     Key(("router_jitter_noise",), _one_of(0), "the actor trains without noise", frozenset({MIXTRAL})),
     Key(("partial_rotary_factor",), _ONE, "whole heads rotate", _ALL - PARTIAL, nullable=True),
     Key(("rotary_pct", "rotary_percent"), _ONE, "whole heads rotate", nullable=True),
-    Key(("position_embedding_type",), _one_of("rope"), "positions", nullable=True),
+    Key(("position_embedding_type",), _one_of("rope"), "rotary positions", nullable=True),
     Key(("attention_chunk_size", "num_kv_shared_layers"), _NONE, "attention"),
     Key(("cache_implementation",), _NONE, "attention", _ALL - _GEMMA),
-    Key(("is_causal",), _YES, "every token sees those before it"),
-    Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "one decoder"),
-    Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "every layer is alike"),
-    Key(("text_config", "text_encoder", "vision_config", "decoder", "generator"), _NONE, "one model, of text"),
-    Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _NONE, "as above"),
+    Key(("is_causal",), _YES, "attention is causal"),
+    Key(("add_cross_attention", "is_decoder", "is_encoder_decoder"), _NO, "a single decoder"),
+    Key(("per_layer_config", "block_configs", "kv_sharing_modes"), _NONE, "all layers are alike"),
+    Key(("text_config", "text_encoder", "vision_config", "decoder", "generator"), _NONE, "a single text model"),
+    Key(("vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy"), _NONE, "a text model"),
     Key(("chunk_size_feed_forward",), _one_of(0)),
     Key(("decoder_sparse_step",), _ONE, "every layer has experts", _MOE),
     Key(("mlp_only_layers",), _one_of([], None), "every layer has experts", _MOE),
     Key(("output_router_logits",), _NO, "no auxiliary loss", _MOE),
     Key(("norm_topk_prob",), _YES, "Megatron-core's sigmoid router has no other mode", SIGMOID, nullable=True),
-    Key(("rope_interleave",), _YES, "pairs that turn lie side by side", _LATENT, nullable=True),
+    Key(("rope_interleave",), _YES, "rotary pairs are interleaved", _LATENT, nullable=True),
     Key(("head_dim", "qk_head_dim"), _size(1, 2**14), "derived from the other sizes", _LATENT, nullable=True),
     Key(("scoring_func",), _one_of("sigmoid"), "how routers score", SIGMOID),
     Key(("topk_method",), _one_of("noaux_tc"), "how routers choose", SIGMOID),
-    Key(("moe_layer_freq", "ep_size"), _ONE, "every later layer has experts", SIGMOID),
-    Key(("output_hidden_states", "output_attentions"), _NO, "outputs that nothing reads", nullable=True),
+    Key(("moe_layer_freq", "ep_size"), _ONE, "every layer after the dense ones has experts", SIGMOID),
+    Key(("output_hidden_states", "output_attentions"), _NO, "outputs that are never read", nullable=True),
     Key(("return_dict", "use_return_dict"), _YES),
     Key(
         ("quantization_config", "compression_config", "quantization"),
@@ -202,10 +202,10 @@ FIXED = (
     Key(
         ("dtype", "torch_dtype"),
         _one_of("float32", "bfloat16", "float16", "float64"),
-        "how it is stored; model.dtype decides how it is computed",
+        "the dtype of the files; model.dtype is that of the computation",
         nullable=True,
     ),
-    Key(("num_labels",), _size(0, 65536), "classification; transformers makes a table of so many names", nullable=True),
+    Key(("num_labels",), _size(0, 65536), "classification; transformers makes a table of that size", nullable=True),
     Key(("auto_map",), _one_of({}), "code of a model directory is never run"),
     Key(
         ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation"),
@@ -213,28 +213,29 @@ FIXED = (
         "may name code on the Hub",
     ),
 )
-"""Keys whose only accepted value is what this code computes; `model.ignore_config_keys` reaches but one of them."""
+"""Keys that are accepted only with the value that this code implements; `model.ignore_config_keys` can list only one of
+them, attention_dropout."""
 
-_LEFT = {
+_IGNORED_BY_REASON = {
     "checked by functions of their own": "architectures model_type layer_types pad_token_id partial_rotary_factor"
     " rope_parameters rope_scaling rope_theta original_max_position_embeddings",
     "changes no logits": "initializer_range use_cache pretraining_tp gradient_checkpointing",
-    "which kernel, not what": "_attn_implementation_autoset _flash_attn_2_enabled torchscript",
+    "it chooses kernels, not results": "_attn_implementation_autoset _flash_attn_2_enabled torchscript",
     "there is no auxiliary loss": "router_aux_loss_coef aux_loss_alpha seq_aux",
     "in a dense model there is no router": "norm_topk_prob output_router_logits decoder_sparse_step",
     "there are no windows, or use_sliding_window is false": "sliding_window max_window_layers",
     "max_position_embeddings is read": "max_sequence_length seq_length model_max_length",
     "the tokenizer decides": "tokenizer_class bos_token_id eos_token_id",
-    "where it came from": "transformers_version _name_or_path name_or_path _commit_hash",
-    "programs' notes": "is_llama_config unsloth_version unsloth_fixed transformers.js_config",
+    "origin of the file": "transformers_version _name_or_path name_or_path _commit_hash",
+    "notes of other programs": "is_llama_config unsloth_version unsloth_fixed transformers.js_config",
     "rollout.sampling decides": "temperature top_p top_k typical_p do_sample max_length min_length num_beams"
     " num_beam_groups num_return_sequences repetition_penalty length_penalty diversity_penalty",
     "classification": "id2label label2id problem_type classifier_dropout finetuning_task task_specific_params",
 }
-LEFT = {name for names in _LEFT.values() for name in names.split()}
-"""Ignored keys, unless `READ` or `FIXED` has them for the family: they change nothing that is computed here."""
+IGNORED = {name for names in _IGNORED_BY_REASON.values() for name in names.split()}
+"""Keys that are ignored unless `READ` or `FIXED` has them for the family: they change nothing that is computed here."""
 _TOKENS = re.compile(r".*_token_(ids?|index)")
-"""Other special tokens, of any name."""
+"""Keys of other special tokens, also ignored."""
 
 
 def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
@@ -249,7 +250,7 @@ def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) ->
             continue
         name = key.names[0]
         value = getattr(config, name, None)
-        # as its modelling code does; Mixtral's also where the file has null
+        # as in transformers' modelling code, which for Mixtral also does this if the file has null
         if name == "head_dim" and value is None and (name not in raw or family == MIXTRAL):
             value = config.hidden_size // config.num_attention_heads
         if not key.takes.fits(value):
@@ -262,15 +263,15 @@ def check_keys(
     raw: Mapping[str, Any],
     family: str,
     path: Path,
-    theirs: object,
+    defaults: object,
     ignored: Collection[str] = (),
     read: Collection[str] = (),
 ) -> None:
-    """Refuse every key that asks for something this code does not implement, or may.
+    """Refuse every key that requires, or may require, something that this code does not implement.
 
     Args:
-        theirs: transformers' config of the family with its defaults; a key with the name of any attribute, methods
-            included, would replace it.
+        defaults: transformers' config of the family with its defaults. A key of config.json replaces the attribute of
+            that name, even a method.
         ignored: `model.ignore_config_keys`.
         read: the keys that a provider has read.
 
@@ -290,20 +291,20 @@ def check_keys(
                 continue
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
-    listed = LEFT | set(read) | {name for key in (*READ, *FIXED) if key.holds_for(family) for name in key.names}
+    listed = IGNORED | set(read) | {name for key in (*READ, *FIXED) if key.holds_for(family) for name in key.names}
     unread = "this key is not known here and"
     if family == PROVIDED:
         unread = "model.provider's class does not read this key, which"
     for name, value in raw.items():
         if name in listed or _TOKENS.fullmatch(name):
             continue
-        if hasattr(theirs, name):
-            if _one_of(getattr(theirs, name)).fits(value):
+        if hasattr(defaults, name):
+            if _one_of(getattr(defaults, name)).fits(value):
                 continue
             if family != PROVIDED:
                 raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
-        # of a provider's family also what is off, where transformers has it on
-        if (hasattr(theirs, name) or not _OFF.fits(value)) and name not in ignored:
+        # a known attribute differs from its default here: for a provider's family that is refused even if it is off
+        if (hasattr(defaults, name) or not _OFF.fits(value)) and name not in ignored:
             raise UserError(
                 f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
@@ -314,13 +315,13 @@ def _check_sizes(raw: Mapping[str, Any], family: str, path: Path) -> None:
     for key in READ:
         if family not in key.families:
             continue
-        given = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
-        for name in given:
+        present = [name for name in key.names if name in raw and not (key.nullable and raw[name] is None)]
+        for name in present:
             if not key.takes.fits(raw[name]):
                 raise UserError(f"{path}: {name} = {shown(raw[name])}: must be {key.takes.wanted}")
-        if len({raw[name] for name in given}) > 1:
-            raise UserError(f"{path}: {' and '.join(given)} are one thing and disagree: {[raw[n] for n in given]}")
-        if not given and not key.optional:
+        if len({raw[name] for name in present}) > 1:
+            raise UserError(f"{path}: {' and '.join(present)} mean the same but disagree: {[raw[n] for n in present]}")
+        if not present and not key.optional:
             raise UserError(f"{path}: key '{key.names[0]}' is missing")
 
 
@@ -337,7 +338,7 @@ def _check_layer_types(raw: Mapping[str, Any], family: str, path: Path) -> None:
 
 
 DEFAULT_THETA = 10_000.0
-"""transformers' own, where config.json has none."""
+"""transformers' default of rope_theta."""
 
 _THETA = _number(1.0, 1e30)  # frequencies are computed in float32
 _FACTOR, _CONTEXT = _number(1.0, 1e6), _size(1, _POSITIVE)
@@ -356,8 +357,8 @@ _ROPE_KINDS: dict[str, tuple[dict[str, Accepted], dict[str, Accepted]]] = {
         | {"truncate": _one_of(False, True)},
     ),
 }
-"""The keys that a scaling of the position embedding needs, and those that it may have. `dynamic` and `longrope` turn a
-token differently as its sequence grows, which no cache of keys survives and the engines do not agree on."""
+"""rope_type -> the keys that it requires, and the keys that it may have. `dynamic` and `longrope` are not supported:
+they rotate a token differently as its sequence grows, so cached keys become wrong, and the engines disagree on them."""
 _ORDERED = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 _ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
 _ROPE_TYPE_KEYS = ("rope_type", "type")
@@ -367,61 +368,61 @@ _ROPE_SOURCES = ("rope_parameters", "rope_scaling")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
-"""Gemma's, and the key of config.json for the base of each one's position embedding, with transformers' default."""
+"""Gemma's layer types -> the key of config.json for the base of their position embedding, and transformers' default."""
 
 
 def read_ropes(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, dict[str, Any]]:
-    """The parameters of the position embedding of each type of layer, as `_read_rope` has them; most families have one.
+    """The parameters of the position embedding for each type of layer (see `_read_rope`); most families have one type.
 
     Raises:
-        UserError: two places disagree, or a type, key or value that the actor does not implement.
+        UserError: two keys disagree, or a type, key or value is not implemented in the actor.
     """
     if family != GEMMA3:
         return {FULL: _read_rope(raw, family, path)}
     by_type = raw.get("rope_parameters") or {}
     if not isinstance(by_type, dict) or not set(by_type) <= set(LAYER_TYPES):
         raise UserError(
-            f"{path}: rope_parameters = {shown(by_type)}: must have those of {' and '.join(LAYER_TYPES)} apart"
+            f"{path}: rope_parameters = {shown(by_type)}: must have an object each for {' and '.join(LAYER_TYPES)}"
         )
-    found = {}
+    ropes = {}
     for kind, (key, theta) in LAYER_TYPES.items():
-        own = by_type.get(kind)
+        parameters = by_type.get(kind)
         base = _checked(key, raw[key], _THETA, path) if key in raw else None
-        if base is None and not (isinstance(own, dict) and "rope_theta" in own):
+        if base is None and not (isinstance(parameters, dict) and "rope_theta" in parameters):
             base = theta
         view: dict[str, Any] = {
-            "rope_parameters": own,
+            "rope_parameters": parameters,
             "rope_scaling": raw.get("rope_scaling") if kind == FULL else None,
         }
         view |= {} if base is None else {"rope_theta": base}
         view |= {name: raw[name] for name in ("original_max_position_embeddings", _PART) if name in raw}
-        found[kind] = _read_rope(view, family, path)
-    return found
+        ropes[kind] = _read_rope(view, family, path)
+    return ropes
 
 
 def _read_rope(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """The parameters of the position embedding that transformers would build from `raw`: rope_type, rope_theta, and
-    those of its scaling; not partial_rotary_factor, which is only checked.
+    """The parameters of the position embedding that transformers would build from `raw`: rope_type, rope_theta and the
+    scaling's. partial_rotary_factor is only checked.
 
-    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`, and a file may hold all of
-    them: transformers then uses `rope_scaling` alone. With YaRN in one and plain RoPE in the other, the two readings
-    differ by 0.5 nats a token, so contradictions are refused rather than resolved.
+    transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`. If a file has all of them,
+    transformers uses only `rope_scaling`. With YaRN in one and plain RoPE in the other, the two models differ by 0.5
+    nats per token, so contradictions are refused rather than resolved.
 
     Raises:
-        UserError: two places disagree, or a type, key or value that the actor does not implement.
+        UserError: two keys disagree, or a type, key or value is not implemented in the actor.
     """
     top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
-    found = [_read_rope_of(name, raw, top, family, path) for name in _ROPE_SOURCES if raw.get(name)]
-    if len(found) > 1 and found[0] != found[1]:
+    ropes = [_read_rope_of(name, raw, top, family, path) for name in _ROPE_SOURCES if raw.get(name)]
+    if len(ropes) > 1 and ropes[0] != ropes[1]:
         first, second = (f"{name} = {shown(raw[name])}" for name in _ROPE_SOURCES)
         raise UserError(
-            f"{path}: {first} and {second} disagree; transformers would take rope_scaling alone. Remove one of them"
+            f"{path}: {first} and {second} disagree; transformers would only use rope_scaling. Remove one of them"
         )
-    rope = found[0] if found else {"rope_type": "default", "rope_theta": top or DEFAULT_THETA}
+    rope = ropes[0] if ropes else {"rope_type": "default", "rope_theta": top or DEFAULT_THETA}
     if top is not None and rope["rope_theta"] != top:
         source, inner = next(name for name in _ROPE_SOURCES if raw.get(name)), rope["rope_theta"]
         raise UserError(f"{path}: rope_theta = {top} and {source}.rope_theta = {inner} disagree; remove one")
-    # at the top level this key overrides the one inside, and it means nothing to plain RoPE
+    # at the top level this key overrides the one inside the object, and plain RoPE ignores it
     key = "original_max_position_embeddings"
     if key in raw and (isinstance(raw[key], bool) or raw[key] != rope.get(key)):
         raise UserError(f"{path}: {key} = {shown(raw[key])} is not supported; supported: {shown(rope.get(key))}")

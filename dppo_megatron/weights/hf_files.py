@@ -1,13 +1,12 @@
 """Reads and writes Hugging Face checkpoint directories with one tensor in memory at a time.
 
-Every tensor is accounted for: missing, unknown and misshapen ones are named. Reading maps one file at a time and copies
-out of it, so that pages of files already read do not stay resident. Writing lays the files out from the shapes, which
-are known beforehand, and writes each tensor into its place as it arrives: the safetensors library would need a whole
-file in memory, twice.
+Errors name every missing, unknown and misshapen tensor. Reading maps one file at a time and copies out of it, so that
+pages of files already read do not stay resident. Writing first lays out the files from the known shapes and then writes
+each tensor at its offset as it arrives: the safetensors library would need a whole file in memory, twice.
 
-Readers disagree on ambiguous directories: transformers prefers `model.safetensors` to an index, vLLM the index; shards
-without an index are an error for one and mean the last file for the other. Here an index decides, else every
-safetensors file counts, and a directory that another reader would read differently is an error.
+Readers disagree on ambiguous directories. transformers prefers `model.safetensors` to an index, vLLM the index; without
+an index, one refuses shards and the other reads only the last file. Here an index decides, else every safetensors file
+is read, and a directory that another reader would read differently is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _SINGLE = "model.safetensors"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INPUT_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest size of a written file, as in transformers; only a single larger tensor exceeds it."""
+"""Largest size of a written file, as in transformers; only a file with a single larger tensor exceeds it."""
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -62,14 +61,14 @@ class CheckpointReader:
 
     Raises:
         UserError: no safetensors file, an unreadable one, an index that does not match, or tensors that are missing,
-            unknown or of another shape; all of them are named.
+            unknown or of another shape (all are named).
     """
 
     def __init__(self, hf_path: str | Path, architecture: Architecture, given_as: str = "model.hf_path =") -> None:
         directory = Path(hf_path)
         paths, index = weight_files(directory, given_as)
         self.files: dict[str, Path] = {}
-        """Tensor name to the file that holds it."""
+        """Tensor name -> the file that holds it."""
         self.dtypes: dict[str, torch.dtype] = {}
         self._open: tuple[Path, Any] | None = None
         shapes: dict[str, Shape] = {}
@@ -85,13 +84,13 @@ class CheckpointReader:
         check_index(directory, index, self.files)
         expected = hf_shapes(architecture)
         first = architecture.num_layers
-        ahead = tuple(f"model.layers.{first + index}." for index in range(architecture.prediction_layers))
-        self.left_out = [name for name in shapes if name.startswith(ahead)]
-        """Tensors of layers that predict several tokens, which are not read."""
+        prefixes = tuple(f"model.layers.{first + index}." for index in range(architecture.prediction_layers))
+        self.left_out = [name for name in shapes if name.startswith(prefixes)]
+        """Tensors of layers for multi-token prediction, which are not read."""
         for name in self.left_out:
             del shapes[name]
         self.redundant = {OUTPUT_NAME} & set(shapes) if architecture.tied_embeddings else set()
-        """Tensors that a checkpoint may hold beyond the architecture's: a tied model's second copy."""
+        """Tensors that a checkpoint may hold in addition: a tied model's second copy of the embedding."""
         copies = {name: shapes.pop(name) for name in self.redundant}
         check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
         self.names = list(expected)
@@ -106,17 +105,17 @@ class CheckpointReader:
         """One full tensor, on the CPU."""
         path = self.files[name]
         if self._open is None or self._open[0] != path:
-            self._open = None  # before the next, so that only one file is mapped at a time
+            self._open = None  # close the file first, so that only one is mapped at a time
             self._open = (path, _open(path))
         try:
             tensor: Tensor = self._open[1].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as error:
             raise UserError(f"{path}: {name} cannot be read: {error}") from None
-        return tensor.clone()  # the copy lets the mapping be released
+        return tensor.clone()  # a copy, so that the mapping can be released
 
 
 def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
-    """Raise `UserError` that lists what of `expected` is missing, what is unknown, and what has another shape."""
+    """Raise `UserError` that lists missing and unknown tensors and those of another shape, if there are any."""
     problems = (
         ("lacks", [name for name in expected if name not in found]),
         ("has unknown tensors", [name for name in found if name not in expected]),
@@ -129,13 +128,13 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
             ],
         ),
     )
-    said = [
+    lists = [
         f"{what} {len(names)}: {', '.join(map(plain, sorted(names)[:8]))}{', ...' if len(names) > 8 else ''}"
         for what, names in problems
         if names
     ]
-    if said:
-        raise UserError(f"{where} " + "; ".join(said))
+    if lists:
+        raise UserError(f"{where} " + "; ".join(lists))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +146,8 @@ class _TensorSlot:
 
 @contextmanager
 def aside(target: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A new directory beside `target` that gets its name if the block succeeds, and is removed if not; an older one of
-    that name is replaced. `durable`: once all of it is on the disk."""
+    """A new directory, which replaces `target` if the block succeeds and is removed if it fails. `durable`: replace it
+    only when all data is on the disk."""
     directory = target.with_name(target.name + ".incomplete")
     remove_tree(directory)
     try:
@@ -174,12 +173,12 @@ def hf_writer(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Iterator[HFWriter]:
-    """Writes a checkpoint that `transformers` loads, tensor by tensor in any order; it is there when the block ends.
+    """Writes a checkpoint that `transformers` loads, tensor by tensor in any order; `target` appears after the block.
 
     Args:
         source: directory with config.json and tokenizer, which are copied.
-        dtype: of what is written; tensors are converted. If it is one for all, correction biases stay float32.
-        max_shard_bytes: above it the weights are spread over several files with an index.
+        dtype: tensors are converted to it, except correction biases, which stay float32; or one dtype per tensor.
+        max_shard_bytes: larger weights are divided into several files with an index.
 
     Raises:
         ValueError: at the end of the block, if a tensor is missing.
@@ -200,7 +199,7 @@ def hf_writer(
 
 
 class HFWriter:
-    """Puts tensors into their places in the files of `hf_writer`."""
+    """Writes tensors at their offsets in the files of `hf_writer`."""
 
     def __init__(
         self, directory: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], files: ExitStack
@@ -208,10 +207,10 @@ class HFWriter:
         self._directory, self._shapes, self._dtypes, self._files = directory, shapes, dtypes, files
         self.num_bytes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
         self.slots: dict[str, _TensorSlot] = {}
-        """Of tensors that are still to come."""
+        """The slots of tensors that have not been written yet."""
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor. Raises ValueError for an unknown name, a second time, or another shape."""
+        """Write one tensor. Raises ValueError for an unknown name, a repeated tensor, or another shape."""
         slot = self.slots.pop(name, None)
         if slot is None or tuple(tensor.shape) != slot.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {self._shapes.get(name)}, once")
@@ -220,13 +219,13 @@ class HFWriter:
         slot.file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
     def put_adapter(self, tensors: Mapping[str, Tensor], lora: Lora | None, base: str) -> None:
-        """Write the adapter that is merged into the tensors into `adapter/` too, in PEFT's files; nothing if there is
-        none."""
+        """Also write the adapter (which is merged into the tensors) into `adapter/`, as PEFT's files. Without `lora` do
+        nothing."""
         if lora is not None:
             write_adapter(self._directory / "adapter", tensors, lora, base)
 
     def lay_out(self, max_shard_bytes: int) -> None:
-        """Open the files, and write what is known before the tensors: config.json, headers, an index."""
+        """Open the files and write everything but the tensors: config.json, headers, an index."""
         self._write_config()
         shards: list[list[str]] = [[]]
         filled = 0
@@ -238,8 +237,8 @@ class HFWriter:
             filled += self.num_bytes[name]
         weight_map = {}
         for number, names in enumerate(shards, start=1):
-            only = len(shards) == 1
-            file_name = "model.safetensors" if only else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file_name = _SINGLE if len(shards) == 1 else sharded
             file = self._files.enter_context(open(self._directory / file_name, "wb"))  # noqa: SIM115
             offset, starts = 0, {}
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -249,7 +248,7 @@ class HFWriter:
                 header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
                 weight_map[name], starts[name], offset = file_name, offset, end
             text = json.dumps(header).encode()
-            text += b" " * (-len(text) % 8)  # the format wants 8-byte alignment
+            text += b" " * (-len(text) % 8)  # the format requires 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
                 self.slots[name] = _TensorSlot(file, 8 + len(text) + starts[name], self._shapes[name])
@@ -276,11 +275,11 @@ def write_checkpoint(
     write: bool,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write a checkpoint that `transformers` loads: new weights, and `source`'s config and tokenizer; with the adapters
-    of `architecture` beside it.
+    """Write a checkpoint that `transformers` loads: new weights, with `source`'s config and tokenizer, and the
+    `adapters` of `architecture.lora` in a directory of their own.
 
-    Every rank must consume `tensors` (the stream is collective), only the one with `write=True` keeps them. An older
-    directory of that name is replaced when the new one is complete.
+    Every rank must call this, because the stream `tensors` is collective; only the rank with `write=True` writes. An
+    older `target` is replaced when the new one is complete.
     """
     stream = iter(tensors)
     first = next(stream, None)
@@ -295,52 +294,52 @@ def write_checkpoint(
 
 
 def assets(source: str | Path) -> list[Path]:
-    """Config.json, tokenizer and the like: everything in a checkpoint except weights.
+    """Config.json, tokenizer files and so on: all files of a checkpoint except weights and descriptions of them.
 
     Raises:
-        UserError: one is a link out of `source`, and copies would publish a file that is not the model's. Those of
-            Hugging Face's cache (snapshots/REVISION/NAME -> ../../blobs/HASH) are followed.
+        UserError: a file is a link out of `source`: a copy could publish a file that is not part of the model. Links in
+            Hugging Face's cache (snapshots/REVISION/NAME -> ../../blobs/HASH) are allowed.
     """
-    home, found = Path(source).resolve(), [path for pattern in _NOT_WEIGHTS for path in Path(source).glob(pattern)]
+    home, files = Path(source).resolve(), [path for pattern in _NOT_WEIGHTS for path in Path(source).glob(pattern)]
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    for path in found:
+    for path in files:
         if not (target := path.resolve()).is_relative_to(home) and target.parent != blobs:
             raise UserError(
                 f"{path} is a link to a file outside of the model's directory ({target}), and checkpoints and servers"
-                " get a copy of it; put the file itself there if it is the model's"
+                " get a copy of it; if it is part of the model, replace the link by the file itself"
             )
-    # the others describe the source's own files
-    return [path for path in found if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json")]
+    # the names left out describe the source's own weight files
+    return [path for path in files if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json")]
 
 
 def copy_assets(source: str | Path, target: Path) -> None:
-    """Copy the `assets` of `source`, or raise as they do."""
+    """Copy the `assets` of `source` into `target`. Raises UserError as `assets` does."""
     for path in assets(source):
         shutil.copy(path, target / path.name)
 
 
 def check_space(directory: Path, num_bytes: int) -> None:
-    """Raise `UserError` unless `num_bytes` fit on the file system of `directory`."""
+    """Raise `UserError` unless the file system of `directory` has `num_bytes` free."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
         raise UserError(f"'{directory}': needs {num_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free there")
 
 
-def publish(aside: Path, target: Path) -> None:
-    """Put every byte of the directory `aside` on the disk, then give it the name `target`; an older one is replaced."""
-    for path in [*sorted(aside.rglob("*")), aside]:
+def publish(directory: Path, target: Path) -> None:
+    """Flush `directory` to the disk, then rename it to `target`; an older `target` is replaced."""
+    for path in [*sorted(directory.rglob("*")), directory]:
         sync(path)
     old = target.with_name(target.name + ".replaced")
     remove_tree(old)
     if os.path.lexists(target):
         target.rename(old)  # a directory cannot be renamed over another
-    aside.rename(target)
+    directory.rename(target)
     sync(target.parent)
     remove_tree(old)
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a directory, on the disk."""
+    """Flush a file, or a directory's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -350,7 +349,7 @@ def sync(path: Path) -> None:
 
 def _open(path: Path) -> Any:
     try:
-        if not path.is_file():  # not a pipe, on which reading would block
+        if not path.is_file():  # also refuses a pipe, whose reading would block
             raise UserError(f"{path} is not a readable safetensors file: no such file")
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -363,7 +362,7 @@ def _same_values(left: Tensor, right: Tensor) -> bool:
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise `UserError` that names the tensor if it holds a NaN or an infinity."""
-    # a sum is one pass without a copy, and NaN and infinity survive it; only a sum that overflows needs the long look
+    # a NaN or infinity makes the sum non-finite, and a sum needs one pass and no copy; the second test is for overflow
     if not bool(tensor.sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
         bad = int((~tensor.isfinite()).sum())
         raise UserError(f"{name}: {bad} of {tensor.numel()} weights are NaN or infinite; the checkpoint is damaged")
@@ -377,12 +376,12 @@ def _torch_dtype(path: Path, name: str, dtype: str) -> torch.dtype:
 
 
 def holds_safetensors(directory: str | Path) -> bool:
-    """Whether the directory has safetensors weights or an index of them; they then take precedence."""
+    """Whether the directory has safetensors weights or an index of them, which take precedence over other formats."""
     return (Path(directory) / INDEX).exists() or any(Path(directory).glob("*.safetensors"))
 
 
 def weight_files(directory: Path, given_as: str) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold the weights, and the index: tensor name to file name, empty without one.
+    """The files that hold the weights, and the index: tensor name -> file name, empty if there is none.
 
     Raises:
         UserError: no safetensors file, an adapter, an ambiguous directory, or an index that points outside it.
@@ -407,7 +406,7 @@ def weight_files(directory: Path, given_as: str) -> tuple[list[Path], dict[str, 
 
 
 def check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, Path]) -> None:
-    """Raise `UserError` unless every tensor lies where the index says, and no other was found."""
+    """Raise `UserError` unless the files hold exactly the tensors that the index (if any) lists for them."""
     wrong = sorted(name for name, file in index.items() if files.get(name) != directory / file)
     if index and not wrong:
         wrong = sorted(set(files) - set(index))
@@ -429,13 +428,13 @@ def _read_index(directory: Path) -> dict[str, str]:
     for name, file in index.items():
         if not isinstance(file, str) or not _inside(file):
             raise UserError(
-                f"{path}: {plain(name)} lies in {shown(file)}: must be the name of a .safetensors file in '{directory}'"
+                f"{path}: {plain(name)} is in {shown(file)}: must be the name of a .safetensors file in '{directory}'"
             )
-    # symbolic links are allowed: the Hub's cache consists of them, and placing one takes write access to the directory
+    # symbolic links are allowed: the Hub's cache consists of them, and creating one needs write access to the directory
     missing = sorted({file for file in index.values() if not (directory / file).is_file()})
     if missing:
         listed = ", ".join(plain(name) for name in missing[:8])
-        raise UserError(f"{path} names {len(missing)} files that are not there: {listed}")
+        raise UserError(f"{path} names {len(missing)} files that do not exist: {listed}")
     return index
 
 

@@ -1,7 +1,7 @@
 """Strict reading of a model directory's JSON files: anything wrong with one is a one-line UserError.
 
-Stricter than `json.loads` in one point: a duplicate key is an error. Python keeps the last one and other readers the
-first, so two engines could run two models.
+It is stricter than `json.loads` in one point: a duplicate key is an error. Python keeps the last value and other
+readers the first, so two engines could run two different models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from dppo_megatron.config.paths import distinct_keys, json_reason
 from dppo_megatron.types import UserError
 
-_MAX_BYTES = 256 * 2**20  # the index of a 1,000-expert model has about 60 MB; a tokenizer.json has 20
+_MAX_BYTES = 256 * 2**20  # for comparison: the index of a 1,000-expert model has about 60 MB, a tokenizer.json 20 MB
 _SHOWN_CHARACTERS = 120
 
 
@@ -21,10 +21,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        UserError: no such file, not readable, not JSON, a duplicate key, or no object.
+        UserError: the file is missing, not readable or too large, or is not a JSON object without duplicate keys.
     """
     try:
-        if not path.is_file():  # not a pipe, on which reading would block
+        if not path.is_file():  # also refuses a pipe, whose reading would block
             raise UserError(f"{path}: no such file")
         if path.stat().st_size > _MAX_BYTES:
             raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")
@@ -50,5 +50,5 @@ def shown(value: Any) -> str:
 
 
 def plain(name: str) -> str:
-    """A name as it stands if it is printable ASCII, else as `shown` does."""
+    """The name itself if it is short and printable ASCII, else `shown(name)`."""
     return name if name.isascii() and name.isprintable() and len(name) <= _SHOWN_CHARACTERS else shown(name)

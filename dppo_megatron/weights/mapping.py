@@ -2,9 +2,9 @@
 
 Keys are those of Megatron's sharded state dict: global, the same for every tensor / pipeline split and for the
 local and the Transformer Engine layer specs. So one row serves loading, saving and the weight sync in every layout;
-Megatron itself knows the offset of a shard in the full tensor (`sharded.py`).
+Megatron's state dict has the offset of each shard in the full tensor (`sharded.py`).
 
-Shapes are written once, for Megatron's full (unsharded) tensors. Those of the Hugging Face tensors are derived by
+The table has only the shapes of Megatron's full (unsharded) tensors. Those of the Hugging Face tensors are derived by
 splitting an empty tensor, so the two sides cannot disagree.
 """
 
@@ -26,7 +26,8 @@ from dppo_megatron.weights.layer_parts import PROJECTIONS, Experts, Latent
 Shape: TypeAlias = tuple[int, ...]
 Rows: TypeAlias = dict[str, tuple[Shape, tuple[str, ...]]]
 Place: TypeAlias = tuple[int, ...]
-"""Which copy of a key: () outside the layers and (layer,) in them; in the layers of a mixture, () or (expert,)."""
+"""Which tensor of a key: () outside the layers, (layer,) in the layers of a dense model, () or (expert,) in a mixture,
+whose keys have the number of their layer."""
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -35,31 +36,31 @@ _QKV = _LAYERS + "self_attention.linear_qkv."
 _HF = "model.layers.{layer}."
 
 EXPERT_BIAS, CORRECTION_BIAS = "mlp.router.expert_bias", "gate.e_score_correction_bias"
-"""Ends of the key and the name of a router's correction bias: float32 whatever the model's dtype, and not trained."""
+"""Ends of key and name of a router's correction bias, which is float32 in any model dtype, and not trained."""
 POST_ATTENTION, POST_MLP = "post_self_attn_layernorm.", "post_mlp_layernorm."
-"""Norms behind the two halves of a layer, by the names that later versions of Megatron have for them."""
+"""Norms after attention and feed-forward, by the names that later versions of Megatron have for them."""
 PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 """Keys whose dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size."""
 
 
 @functools.cache
 def _rows(architecture: Architecture) -> Rows:
-    """By global Megatron key: its shape in one layer (and expert), and the Hugging Face name patterns.
+    """Global Megatron key -> its shape in one layer (and expert), and the Hugging Face name patterns.
 
-    Each layer of a mixture has keys of its own, with its number in them, as in Megatron's sharded state dict.
+    Each layer of a mixture has its own keys, which contain its number, as in Megatron's sharded state dict.
     """
     a, rows = architecture, _outside(architecture)
     if not a.has_layer_keys:
         return rows | _layer(a, has_experts=a.has_experts(0))
     for layer in range(a.num_layers):
         for key, (shape, names) in _layer(a, has_experts=a.has_experts(layer)).items():
-            own = f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
-            rows[own] = shape, tuple(name.replace("{layer}", str(layer)) for name in names)
+            layer_key = f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
+            rows[layer_key] = shape, tuple(name.replace("{layer}", str(layer)) for name in names)
     return rows
 
 
 def kinds(architecture: Architecture) -> Rows:
-    """As the table, but the layers of a mixture have one key a kind and not one each: what a provider names."""
+    """The table without the layer numbers in a mixture's keys, which are the keys that a provider names."""
     a, rows = architecture, _outside(architecture)
     for has_experts in {a.has_experts(layer) for layer in range(a.num_layers)}:
         rows |= _layer(a, has_experts=has_experts)
@@ -105,10 +106,10 @@ def _attention(a: Architecture) -> Rows:
 
 def _latent_attention(a: Architecture, latent: Latent) -> Rows:
     hidden, query = a.hidden_size, a.num_heads * a.head_dim
-    turning, expanded = latent.turning_dim, a.num_heads * (latent.still_dim + latent.value_dim)
+    expanded = a.num_heads * (latent.nope_dim + latent.value_dim)
     inside: dict[str, tuple[Shape, str]] = {
         "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
-        "linear_kv_down_proj.weight": ((latent.rank + turning, hidden), "kv_a_proj_with_mqa"),
+        "linear_kv_down_proj.weight": ((latent.rank + latent.rope_dim, hidden), "kv_a_proj_with_mqa"),
         **({"linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj")} if latent.query_rank else {}),
         "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
         "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
@@ -128,7 +129,7 @@ def _latent_attention(a: Architecture, latent: Latent) -> Rows:
 
 def _dense(a: Architecture) -> Rows:
     norms = {"mlp.linear_fc1.layer_norm_weight": "pre_feedforward" if a.gemma else "post_attention"}
-    norms |= zip((POST_ATTENTION + "weight", POST_MLP + "weight"), a.norms_behind, strict=False)
+    norms |= zip((POST_ATTENTION + "weight", POST_MLP + "weight"), a.post_norms, strict=False)
     rows: Rows = {_LAYERS + key: ((a.hidden_size,), (f"{_HF}{name}_layernorm.weight",)) for key, name in norms.items()}
     names = ("gate_up_proj", "down_proj") if a.is_glm4 else PROJECTIONS[4:]
     return rows | _feed_forward(a, "mlp.", _HF + "mlp.", a.ffn_size, names)
@@ -161,11 +162,11 @@ def _feed_forward(a: Architecture, ours: str, theirs: str, ffn: int, names: Sequ
 
 @functools.cache
 def adapter_rows(architecture: Architecture) -> Rows:
-    """As `_rows`, of the adapters: for each weight with targets `lora_a` and `lora_b` beside it, PEFT's names.
+    """The rows of the adapters, like `_rows`: `lora_a` and `lora_b` for each weight with targets, under PEFT's names.
 
-    Of a weight that fuses projections, `lora_a` has each target's A, one above the other, and `lora_b` the weight's own
-    rows, each with the r numbers of its projection's B. So B is split over ranks as the weight is, and a row that is no
-    target's stays 0.
+    Where a weight fuses projections, `lora_a` stacks the A of its targets, and `lora_b` has a row for each row of the
+    weight, with the r numbers of its projection's B. So B is split over ranks as the weight is; rows of projections
+    without an adapter stay 0.
 
     Example: q_proj and v_proj of (queries, keys, values) = (64, 32, 32) rows of 48, rank 8: A (16, 48), B (128, 8).
     """
@@ -174,14 +175,14 @@ def adapter_rows(architecture: Architecture) -> Rows:
     for key, (shape, names) in _rows(architecture).items() if lora else ():
         chosen = [names[part] for part in _targets(key, architecture)]
         if lora and chosen:
-            named = ["base_model.model." + name.removesuffix("weight") for name in chosen]
+            prefixes = ["base_model.model." + name.removesuffix("weight") for name in chosen]
             for half, size in (("a", (len(chosen) * lora.rank, shape[1])), ("b", (shape[0], lora.rank))):
-                rows[adapter_key(key, half)] = size, tuple(f"{name}lora_{half.upper()}.weight" for name in named)
+                rows[adapter_key(key, half)] = size, tuple(f"{one}lora_{half.upper()}.weight" for one in prefixes)
     return rows
 
 
 def adapter_key(key: str, half: str) -> str:
-    """The key of a weight's adapter, half a or b.
+    """The key of A or B (`half`: a, b) of a weight's adapter.
 
     Example: ("...linear_qkv.weight", "b") -> "...linear_qkv.lora_b"
     """
@@ -190,7 +191,7 @@ def adapter_key(key: str, half: str) -> str:
 
 @functools.cache
 def adapter_parts(key: str, architecture: Architecture) -> Tensor:
-    """[rows of the weight `key`] int64: which block of its `lora_a` a row's B multiplies; -1 for no target's row."""
+    """[rows of the weight `key`] int64: the block of `lora_a` that the row's B multiplies; -1 without an adapter."""
     targets = _targets(key, architecture)
     sizes = [
         len(part) for part in split(key, torch.empty(full_shape(key, architecture)[:1], device="meta"), architecture)
@@ -200,19 +201,19 @@ def adapter_parts(key: str, architecture: Architecture) -> Tensor:
 
 
 def by_block(b: Tensor, parts: Tensor, blocks: int) -> Tensor:
-    """B with its projections' columns apart: [n, r] and [n] blocks (`adapter_parts`) -> [n, blocks x r].
+    """B with a column block for each projection: [n, r] and [n] `parts` (see `adapter_parts`) -> [n, blocks x r].
 
     Example: rows [1, 2] of block 0 and [3, 4] of block 1 -> [1, 2, 0, 0] and [0, 0, 3, 4].
     """
-    own = parts[:, None] == torch.arange(blocks, device=b.device)
-    return (own[:, :, None] * b[:, None, :]).flatten(1)
+    is_block = parts[:, None] == torch.arange(blocks, device=b.device)
+    return (is_block[:, :, None] * b[:, None, :]).flatten(1)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, parts: Tensor, lora: Lora) -> Tensor:
-    """A weight with its adapter, weight + alpha / r B A, in at least float32 and rounded once.
+    """A weight with its adapter merged in, weight + alpha / r B A, computed in at least float32 and rounded once.
 
     Args:
-        weight: [n, m], any shard of it; a: [blocks x r, m]; b: [n, r]; parts: [n], as `adapter_parts`.
+        weight: [n, m], the tensor or any shard; a: [blocks x r, m]; b: [n, r]; parts: [n], see `adapter_parts`.
     """
     exact = torch.promote_types(weight.dtype, torch.float32)
     product = by_block(b.to(exact), parts, len(a) // lora.rank) @ a.to(exact)
@@ -220,12 +221,12 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, parts: Tensor, lora: Lora) -> T
 
 
 def _targets(key: str, architecture: Architecture) -> list[int]:
-    """Which of the Hugging Face tensors of `key` have an adapter."""
+    """Indices of those Hugging Face tensors of `key` that have an adapter."""
     lora, names = architecture.lora, _rows(architecture)[key][1]
     if lora is None or not key.endswith(".weight"):
         return []
     if architecture.experts and ".mlp." in key and not is_expert(key):
-        return []  # dense layers and shared experts have the experts' names, by which PEFT finds the experts alone
+        return []  # PEFT finds only the experts by these names, not the dense layers and shared experts that share them
     return [part for part, name in enumerate(names) if name.split(".")[-2] in lora.targets]
 
 
@@ -234,7 +235,7 @@ def _row(key: str, architecture: Architecture) -> tuple[Shape, tuple[str, ...]]:
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """Global Megatron key to Hugging Face name patterns; more than one are joined along dimension 0.
+    """Global Megatron key -> Hugging Face name patterns; several are joined along dimension 0.
 
     Queries, keys and values are interleaved by key-value head. A tied output layer has no row.
     """
@@ -242,14 +243,14 @@ def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
 
 
 def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
-    """Hugging Face names of the tensors behind Megatron's global `key` at `place`."""
-    at = dict(zip(_stacked(key, architecture), place, strict=True))
-    return [name.format(**at) for name in _row(key, architecture)[1]]
+    """Hugging Face names of the tensors that make up Megatron's global `key` at `place`."""
+    numbers = dict(zip(_stacked(key, architecture), place, strict=True))
+    return [name.format(**numbers) for name in _row(key, architecture)[1]]
 
 
 def own_and_provided(architecture: Architecture) -> list[tuple[str, str]]:
-    """Each tensor by the name that this table would give it, and by the provider's. Raises UserError if the provider
-    divides them otherwise."""
+    """Each tensor's name in this table and in the provider's checkpoint. Raises UserError if the provider's checkpoint
+    divides the weights into other tensors."""
     pairs: list[tuple[str, str]] = []
     for key, place in in_layer_order(architecture):
         own, provided = (hf_names(key, place, a) for a in (replace(architecture, provided_names=()), architecture))
@@ -261,21 +262,21 @@ def own_and_provided(architecture: Architecture) -> list[tuple[str, str]]:
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:
     """Hugging Face tensors of one key -> Megatron's full (unsharded) tensor."""
-    if len(parts) == 3:
+    if len(parts) == 3:  # queries, keys and values, interleaved by key-value head
         groups = architecture.num_kv_heads
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
-    """Megatron's full tensor -> the Hugging Face tensors of its key; of weights the inverse of `join`."""
-    module, of_adapter, half = key.rpartition("lora_")
-    if of_adapter and half == "b":
+    """Megatron's full tensor -> the Hugging Face tensors of its key; for weights the inverse of `join`."""
+    module, is_adapter, half = key.rpartition("lora_")
+    if is_adapter and half == "b":
         weight = module + "weight"
         parts = split(weight, full, architecture)
         return [parts[part] for part in _targets(weight, architecture)]
     count = len(_row(key, architecture)[1])
-    if count == 3 and not of_adapter:
+    if count == 3 and not is_adapter:
         groups, head = architecture.num_kv_heads, architecture.head_dim
         rows = [architecture.num_heads // groups * head, head, head]
         parts = full.reshape(groups, sum(rows), *full.shape[1:]).split(rows, dim=1)  # type: ignore[no-untyped-call]
@@ -284,7 +285,7 @@ def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
 
 
 def full_shape(key: str, architecture: Architecture) -> Shape:
-    """Shape of Megatron's tensor `key` of one layer (and expert), with the vocabulary not padded.
+    """Shape of Megatron's tensor `key` of one layer (and expert), with an unpadded vocabulary.
 
     Raises KeyError for a key that is neither in `table` nor an adapter's.
     """
@@ -292,7 +293,7 @@ def full_shape(key: str, architecture: Architecture) -> Shape:
 
 
 def places(key: str, architecture: Architecture) -> list[Place]:
-    """Every copy of `key`: one, one for each layer, or one for each expert."""
+    """The places of `key`: one, one for each layer, or one for each expert."""
     return list(itertools.product(*(range(size) for size in _stacked(key, architecture).values())))
 
 
@@ -307,8 +308,8 @@ def stacked_axes(key: str, architecture: Architecture) -> int:
 
 
 def hf_shapes(architecture: Architecture, keys: Collection[str] = ()) -> dict[str, Shape]:
-    """Name to shape of every tensor that a Hugging Face checkpoint of this architecture holds, layer after layer; or of
-    those behind `keys`."""
+    """Name -> shape of the tensors in a Hugging Face checkpoint of this architecture, in the order of layers; with
+    `keys`, only of those that make up these keys."""
     shapes: dict[str, Shape] = {}
     parts = {
         key: split(key, torch.empty(full_shape(key, architecture), device="meta"), architecture)
@@ -321,13 +322,13 @@ def hf_shapes(architecture: Architecture, keys: Collection[str] = ()) -> dict[st
 
 
 def in_layer_order(architecture: Architecture, keys: Collection[str] = ()) -> list[tuple[str, Place]]:
-    """Every (key, place), those outside the layers first, then layer by layer; or those of `keys`."""
+    """Every (key, place), or those of `keys`: first those outside the layers, then layer by layer."""
     every = [(key, place) for key in keys or table(architecture) for place in places(key, architecture)]
     return sorted(every, key=lambda item: layer_of(*item))
 
 
 def layer_of(key: str, place: Place) -> Place:
-    """(layer,), or () outside of the layers.
+    """(layer,), or () outside the layers.
 
     Example: ("decoder.layers.3.mlp.router.weight", ()) -> (3,)
     """
@@ -335,7 +336,7 @@ def layer_of(key: str, place: Place) -> Place:
 
 
 def by_kind(key: str, place: Place) -> tuple[str, Place]:
-    """A key and place with the number of the layer in the place, so that layers that are alike share the key.
+    """The key and place with the number of the layer in the place, so that layers of one kind share the key.
 
     Example: ("decoder.layers.3.mlp.experts.experts.linear_fc1.weight", (7,))
     -> ("decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 7))
@@ -345,19 +346,19 @@ def by_kind(key: str, place: Place) -> tuple[str, Place]:
 
 
 def of_layer(kind: str, place: Place, architecture: Architecture) -> tuple[str, Place]:
-    """The key and place that `by_kind` was given."""
+    """The inverse of `by_kind`."""
     if not (architecture.has_layer_keys and kind.startswith(_LAYERS)):
         return kind, place
     return f"{_LAYERS}{place[0]}.{kind.removeprefix(_LAYERS)}", place[1:]
 
 
 def is_expert(key: str) -> bool:
-    """Whether `key` is of the experts that a token is sent to."""
+    """Whether `key` belongs to the routed experts, not the shared ones."""
     return ".mlp.experts." in key
 
 
 def _stacked(key: str, architecture: Architecture) -> dict[str, int]:
-    """Name and size of the leading axes of `key`."""
+    """Name -> size of the leading axes of `key`: "layer", "expert" or none."""
     experts, name = architecture.experts, _row(key, architecture)[1][0]
     sizes = {"layer": architecture.num_layers, "expert": experts.count if experts else 0}
     return {axis: size for axis, size in sizes.items() if f"{{{axis}}}" in name}

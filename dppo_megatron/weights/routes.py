@@ -1,16 +1,16 @@
-"""Which rank sends a piece of the weights to which, so that a node takes it from the network once.
+"""Which rank sends a piece of the weights to which, so that each node receives it over the network only once.
 
     a holder ──▶ the receivers of its own node that lack it                first hop, inside the node
     a holder ──▶ one receiver of each node without a holder                first hop, the only one over the network
                  that one ──▶ the other receivers of its node              second hop, inside the node
 
-A network card has an eighth of the speed of the links inside a node, and colocated servers make every rank a receiver:
-sent by the nearest rank by number, all of it came from the ranks at the border of a pipeline stage. So the
-pieces of what the same ranks hold take turns: holders in sending them, the receivers of a node in fetching them.
+A network card has an eighth of the speed of the links inside a node, and with colocated servers every rank is a
+receiver. If the holder with the nearest rank sent, all traffic would come from the ranks at the border of a pipeline
+stage. So a block is divided into pieces: its holders take turns in sending them, a node's receivers in fetching them.
 
-Every rank computes its own part, from what all know: the holders, the receivers, the node of each rank. The parts fit
-together because each is read off the same rule. At 1,024 ranks that must not cost a visit to each shard and receiver:
-shards that the same ranks hold make one block, and many of them one message.
+Every rank computes its own part of the plan from what all know: the holders, the receivers, the node of each rank. The
+parts match because all ranks apply the same rule. At 1,024 ranks the computation must not visit each shard and
+receiver, so shards that the same ranks hold are one block, and many of them one message.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeAlias
 from dppo_megatron.weights.mapping import Place, layer_of
 
 _PIECES = 16
-"""At least so many to a bucket of what crosses the network, in turns over eight cards of a node: one block alone may be
-half of a bucket."""
+"""A bucket's data for the network is sent in at least this many pieces, so that they spread over a node's eight network
+cards even if one block is half of the bucket."""
 Item: TypeAlias = tuple[str, Place]
-"""One full tensor of Megatron's."""
+"""Key and place of one of Megatron's full tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Block:
     """Shards at the same offsets in the full tensors of one key. The same ranks hold all of them."""
 
     key: str
-    """With the number of the layer in the places (`mapping.by_kind`), or each layer would have blocks of its own."""
+    """Without the layer's number, which is in the places (`mapping.by_kind`), so that layers can share a block."""
     shape: tuple[int, ...]
-    """Of each full tensor, with the padding of a vocabulary."""
+    """The shape of each full tensor, with the padding of a vocabulary."""
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     """(start, size) of each shard in the full tensor; a fused gate and up projection has two."""
     places: tuple[Place, ...]
@@ -61,36 +61,37 @@ class RankReport(NamedTuple):
     node: int
     """The first rank on its node."""
     blocks: list[bytes]
-    """What it holds, each pickled."""
+    """The blocks that it holds, each pickled."""
 
 
 class Role(NamedTuple):
-    """What one rank does with one piece. A rank that has it, or needs it not, receives nothing."""
+    """What one rank does with one piece. A rank that holds the piece or does not need it receives nothing."""
 
     to: tuple[int, ...] = ()
-    """Ranks that are sent it in the first hop, by a holder."""
+    """Of a holder: the ranks that it sends the piece to in the first hop."""
     source: int | None = None
-    """Comes from this rank in the first hop."""
+    """The rank from which the piece is received in the first hop."""
     onward: tuple[int, ...] = ()
-    """Ranks that are sent it in the second hop, by the one that has fetched it for its node."""
+    """Of the rank that fetches the piece for its node: the ranks that it sends it to in the second hop."""
     relay: int | None = None
-    """Comes from this rank in the second hop."""
+    """The rank from which the piece is received in the second hop."""
 
 
 class Route:
-    """How what `holders` have comes to all receivers, as rank `me` sees it.
+    """Rank `me`'s part in sending the blocks of `holders` to all receivers.
 
     Args:
-        nodes: the node of each rank of the job, under any name; nodes may differ in size.
-        receivers: by node.
+        nodes: the node of each rank of the job, as any integer; nodes may differ in size.
+        receivers: the receiving ranks of each node.
     """
 
     def __init__(
         self, holders: tuple[int, ...], nodes: Sequence[int], receivers: dict[int, list[int]], me: int
     ) -> None:
-        have = {nodes[rank] for rank in holders}
+        holder_nodes = {nodes[rank] for rank in holders}
         self._holders, self._me = holders, me
-        self._lacking = [ranks for node, ranks in receivers.items() if node not in have]
+        # the receivers of each node without a holder; then, on this rank's node, the holders and those that lack it
+        self._lacking = [ranks for node, ranks in receivers.items() if node not in holder_nodes]
         self._beside = [rank for rank in holders if nodes[rank] == nodes[me]]
         self._waiting = [rank for rank in receivers.get(nodes[me], []) if rank not in holders]
         self._order = self._lacking.index(self._waiting) if self._waiting in self._lacking else 0
@@ -99,22 +100,22 @@ class Route:
 
     @property
     def crosses(self) -> bool:
-        """Whether a node lacks what these ranks hold, so that it crosses the network. The same on every rank."""
+        """Whether the blocks cross the network, because a node has no holder. The same on every rank."""
         return bool(self._lacking)
 
     def roles(self, turn: int, count: int) -> tuple[Role, ...]:
-        """This rank's in bringing `count` pieces, or none; `turn` counts them all, the same on every rank."""
-        asked = turn % self._period, count
-        if asked not in self._roles:
-            found = tuple(self._role(turn + piece) for piece in range(count))
-            self._roles[asked] = found if any(role != Role() for role in found) else ()
-        return self._roles[asked]
+        """This rank's role in each of `count` pieces, () if it has none; `turn`, equal on all ranks, is the first's."""
+        key = turn % self._period, count
+        if key not in self._roles:
+            roles = tuple(self._role(turn + piece) for piece in range(count))
+            self._roles[key] = roles if any(role != Role() for role in roles) else ()
+        return self._roles[key]
 
     def _role(self, turn: int) -> Role:
         nodes, count = len(self._lacking), len(self._holders)
         if self._me in self._holders:
-            first = (self._holders.index(self._me) - turn * nodes) % count  # (piece, node) go round the holders
-            far = [there[turn % len(there)] for there in self._lacking[first::count]]
+            first = (self._holders.index(self._me) - turn * nodes) % count  # holders take turns over (piece, node)
+            far = [ranks[turn % len(ranks)] for ranks in self._lacking[first::count]]
             near = self._waiting[(self._beside.index(self._me) - turn) % len(self._beside) :: len(self._beside)]
             return Role(to=(*far, *near))
         if self._me not in self._waiting:
@@ -129,12 +130,12 @@ class Route:
 
 
 class BlockPart(NamedTuple):
-    """What one bucket has of one block, end to end."""
+    """The part of one block that is in one bucket, contiguous."""
 
     block: int
     places: list[Place]
     roles: tuple[Role, ...]
-    """This rank's in each piece of it; the pieces are of one size, up to an element."""
+    """This rank's role for each piece of the part; the sizes of the pieces differ by at most one element."""
 
 
 class RoutedBucket(NamedTuple):
@@ -142,28 +143,28 @@ class RoutedBucket(NamedTuple):
 
     items: list[Item]
     roles: dict[int, tuple[Role, ...]]
-    """Its own by block, where it has any. Units are made of them when the bucket's turn comes: kept, the 26,000 of 235B
-    had Python's collector go through the whole process, which took twice the time of the routes."""
+    """Block -> this rank's roles, if any. `Catalogue.units` makes objects from them in the bucket's turn: keeping
+    the 26,000 of a 235B model made Python's garbage collector scan the process, for twice the time of the routes."""
 
 
 class Catalogue:
-    """Who holds what in the whole job, and what a rank does in a pass over all of it.
+    """Which ranks hold which blocks in the whole job, and what a rank does in a pass over all weights.
 
     Args:
-        told: by each rank, in their order.
-        keys: all there are, in the order that those of a layer have in a pass.
+        reports: one per rank, in the order of ranks.
+        keys: all keys, in the order in which a pass takes those of a layer.
     """
 
-    def __init__(self, told: Sequence[RankReport], keys: Iterable[str]) -> None:
-        self._nodes = [node for node, _ in told]
-        by_text: dict[bytes, list[int]] = {}
-        for rank, (_, texts) in enumerate(told):
-            for text in texts:
-                by_text.setdefault(text, []).append(rank)
-        found = [(pickle.loads(text), tuple(held)) for text, held in by_text.items()]
-        found.sort(key=lambda entry: (entry[0].key, entry[0].parts, entry[1]))
-        self.blocks: list[Block] = [block for block, _ in found]
-        self._holders = [holders for _, holders in found]
+    def __init__(self, reports: Sequence[RankReport], keys: Iterable[str]) -> None:
+        self._nodes = [node for node, _ in reports]
+        ranks_by_pickle: dict[bytes, list[int]] = {}
+        for rank, (_, pickles) in enumerate(reports):
+            for pickled in pickles:
+                ranks_by_pickle.setdefault(pickled, []).append(rank)
+        held = [(pickle.loads(pickled), tuple(ranks)) for pickled, ranks in ranks_by_pickle.items()]
+        held.sort(key=lambda entry: (entry[0].key, entry[0].parts, entry[1]))
+        self.blocks: list[Block] = [block for block, _ in held]
+        self._holders = [holders for _, holders in held]
         self.parts: dict[Item, tuple[int, ...]] = {}
         """Numbers of the blocks that make up each full tensor."""
         turns: dict[Item, int] = {}
@@ -176,12 +177,12 @@ class Catalogue:
                 turns[item] = count[layer]
                 count[layer] += 1
         order = {key: number for number, key in enumerate(keys)}
-        # a layer's experts in turns over their holders, so that all of these send in each bucket
+        # alternates between the holders of a layer's experts, so that all of them send in each bucket
         self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], order[item[0]], item[1]))
         self._numel = {block.key: math.prod(block.shape) for block in self.blocks}
 
     def buckets(self, max_numel: int) -> list[list[Item]]:
-        """Consecutive items that together have at most `max_numel` elements, unless one alone has more."""
+        """Consecutive items that together have at most `max_numel` elements; a larger item is a bucket by itself."""
         buckets: list[list[Item]] = []
         total = 0
         for item in self._order:
@@ -194,7 +195,7 @@ class Catalogue:
         return buckets
 
     def plan(self, receivers: Sequence[int], max_numel: int, me: int) -> list[RoutedBucket]:
-        """What rank `me` does. It does not look at what it neither holds nor asks for."""
+        """What rank `me` does in each bucket. It skips blocks that it neither holds nor receives."""
         on_node: dict[int, list[int]] = {}
         for rank in receivers:
             on_node.setdefault(self._nodes[rank], []).append(rank)
@@ -202,26 +203,26 @@ class Catalogue:
         route_of = [routes[held] for held in self._holders]
         concerns = [me in receivers or me in held for held in self._holders]
         sizes = [block.numel for block in self.blocks]
-        turns = list(range(len(self.blocks)))  # each starts at its number: blocks of the same holders are staggered
+        turns = list(range(len(self.blocks)))  # starting at the block's number staggers blocks of the same holders
         plan = []
         for items in self.buckets(max_numel):
             largest = math.ceil(sum(self._numel[key] for key, _ in items) / _PIECES)
-            own = {}
+            roles_by_block = {}
             for number, count in Counter(chain.from_iterable(map(self.parts.__getitem__, items))).items():
                 if concerns[number]:
                     route = route_of[number]
                     pieces = math.ceil(count * sizes[number] / largest) if route.crosses else 1
                     if roles := route.roles(turns[number], pieces):
-                        own[number] = roles
+                        roles_by_block[number] = roles
                     turns[number] += pieces
-            plan.append(RoutedBucket(items, own))
+            plan.append(RoutedBucket(items, roles_by_block))
         return plan
 
     def units(self, bucket: RoutedBucket) -> list[BlockPart]:
-        """Those in which a rank has a part, from its plan."""
+        """The parts of blocks in which the rank that planned `bucket` has a role."""
         places: dict[int, list[Place]] = defaultdict(list)
         for item in bucket.items:
             for number in self.parts[item]:
                 if number in bucket.roles:
                     places[number].append(item[1])
-        return [BlockPart(number, own, bucket.roles[number]) for number, own in places.items()]
+        return [BlockPart(number, here, bucket.roles[number]) for number, here in places.items()]

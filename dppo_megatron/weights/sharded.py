@@ -1,19 +1,19 @@
-"""Load and stream the weights of a sharded Megatron model under their Hugging Face names.
+"""Loads and streams the weights of a sharded Megatron model under their Hugging Face names.
 
-Both directions walk Megatron's sharded state dict, which knows for every local tensor its global key and offset.
-Export gathers one bucket of full tensors at a time, and only on the ranks that ask for it, so no rank ever holds the
-whole model twice. What a rank holds itself is never sent to it, and what a node lacks comes to it over the network once
-(`routes.py`): under pure data parallelism nothing is sent at all.
+Both directions use Megatron's sharded state dict, which has the global key and offset of every local tensor. Export
+gathers one bucket of full tensors at a time, and only on the receiving ranks, so no rank ever holds the whole model
+twice. A rank is never sent what it holds, and each node receives what it lacks over the network once (`routes.py`):
+under pure data parallelism nothing is sent at all.
 
     rank that only holds    pack 0, send 0 | pack 1, send 1 | pack 2, ...   waits for the send of k before k + 2
-    rank that asks          receive 0, pass on 0 | receive 1 while 0 is handed on | pass on 1 | receive 2 while 1 is ...
+    receiving rank          receive 0, pass on 0 | receive 1 while 0 is read | pass on 1 | receive 2 while 1 is ...
 
-Who waits for whom: an exchange is two batches of sends and receives, over the network and inside nodes. All ranks begin
-the batches of all buckets in one order (first 0, second 0, first 1, second 1, ...), each leaving out those in which it
-has no part, and wait only for batches that they have begun. Whatever is sent in a batch is received in the same batch,
-so the earliest unfinished one never waits for a later one, be it in gloo's threads or on NCCL's stream; and between
-two ranks the messages of a batch follow the one order of blocks that all know. A rank begins the first batch of k + 1
-before it gives its reader k, so that readers which wait for each other at k wait for no exchange.
+Why this cannot deadlock: an exchange is two batches of sends and receives, the hops of `routes.py`. All ranks begin the
+batches of all buckets in one order (first 0, second 0, first 1, second 1, ...), each skipping batches in which it has
+no part, and wait only for batches that they have begun. Sends and their receives are in the same batch, so the earliest
+unfinished batch never waits for a later one, neither in gloo's threads nor on NCCL's stream. Between two ranks, the
+messages of a batch follow one order of blocks that all ranks know. A rank begins the first batch of k + 1 before it
+yields bucket k, so consumers of bucket k that wait for each other never wait for an exchange.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One bucket on its way."""
+    """One bucket that is being exchanged."""
 
     items: list[Item]
     units: list[BlockPart]
     flat: list[Tensor]
-    """Of each unit, kept until it has been sent or read."""
+    """The data of each unit, kept until it has been sent or read."""
     works: list[dist.Work]
 
 
 _Shard: TypeAlias = Tensor | partial[Tensor]
-"""A tensor; or of a weight that is read with its adapter, whose shards this rank holds too, what merges them."""
+"""A tensor, or for a weight with an adapter the function that merges this rank's shards of both."""
 
 
 @torch.no_grad()
@@ -82,16 +82,16 @@ def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture
         get: returns one full tensor by name, on the CPU.
 
     Raises:
-        UserError: on every rank, if one of them met a tensor that cannot be read, or holds a NaN or an infinity.
+        UserError: on every rank, if one of them found a tensor that cannot be read or has a NaN or an infinity.
     """
-    refusal = ""
+    problem = ""
     try:
         for shard in _local_shards(model):
             _load_shard(shard, architecture, get)
     except UserError as error:
-        refusal = str(error)
-    # with pipeline stages, only one rank may have read the tensor
-    if first := next(filter(None, gather_all([refusal])), ""):
+        problem = str(error)
+    # with pipeline stages, maybe only one rank has read the tensor
+    if first := next(filter(None, gather_all([problem])), ""):
         raise on_every_rank(UserError(first))
 
 
@@ -102,7 +102,7 @@ def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[
     shape = tuple(shard.global_shape[axes:])
     parts = []
     for name in hf_names(key, place, architecture):
-        # in the actor's own type: a float64 that bfloat16 cannot hold becomes an infinity here
+        # convert before the check: a float64 value too large for the actor's dtype becomes an infinity here
         part = get(name).to(shard.data.dtype)
         check_finite(name, part)
         parts.append(part)
@@ -116,35 +116,35 @@ def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[
 
 
 class WeightStream:
-    """Streams full tensors under their Hugging Face names to the ranks that ask for them.
+    """Streams full tensors under their Hugging Face names to the receiving ranks.
 
-    Who holds what is exchanged once, when the stream is made, and routes are computed once for a set of receivers; a
-    pass moves tensors only.
+    The ranks report their shards once, when the stream is created, and compute routes once for each set of receivers; a
+    pass transfers only tensors.
 
     Args:
-        adapters: stream the adapters under PEFT's names, in place of the weights with the adapters merged in.
+        adapters: stream the adapters under PEFT's names, instead of the weights with the adapters merged in.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool = False) -> None:
         self._architecture = architecture
         self._me = dist.get_rank()
-        mine = _blocks_of(model, architecture, adapters=adapters)
+        local = _blocks_of(model, architecture, adapters=adapters)
         parameter = next(iter(model[0].parameters()))
         self._dtype, self._device = parameter.dtype, parameter.device
-        # as bytes: what many ranks report alike is unpickled once, not once a rank
-        told = RankReport(launched_node(self._me), [pickle.dumps(block) for block in mine])
-        # the table has next to each other what SGLang joins within one call (`rollout/sync/channels.py`)
+        # pickled, so that a block which many ranks report is unpickled once, not once per rank
+        report = RankReport(launched_node(self._me), [pickle.dumps(block) for block in local])
+        # the table's order: it keeps adjacent what SGLang joins within one call (`rollout/sync/channels.py`)
         rows = (*table(architecture), *adapter_rows(architecture))
-        self._catalogue = Catalogue(gather_all([told]), [by_kind(key, ())[0] for key in rows])
+        self._catalogue = Catalogue(gather_all([report]), [by_kind(key, ())[0] for key in rows])
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
-            if block in mine:
-                self._local |= {(number, place): data for place, data in zip(block.places, mine[block], strict=True)}
+            if block in local:
+                self._local |= {(number, place): data for place, data in zip(block.places, local[block], strict=True)}
         self._hf_shapes = hf_shapes(architecture, adapter_rows(architecture) if adapters else ())
         self._model = model
         experts = architecture.experts
-        self._fixed: list[tuple[str, Tensor]] | None = None if experts and experts.is_sigmoid and not adapters else []
+        self._biases: list[tuple[str, Tensor]] | None = None if experts and experts.is_sigmoid and not adapters else []
         """The routers' correction biases, on the host; None: not gathered yet."""
         self._planned: tuple[Any, list[RoutedBucket]] = (None, [])
 
@@ -152,50 +152,50 @@ class WeightStream:
     def tensors(
         self, to: Collection[int] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES
     ) -> Iterator[tuple[str, Tensor]]:
-        """One pass over all weights. Collective: every rank iterates to the end, the others without being given any.
+        """One pass over all weights. Collective: every rank must iterate to the end; ranks not in `to` get no tensors.
 
         Args:
-            to: ranks that are given tensors; None: all.
+            to: the ranks that receive tensors; None: all.
             bucket_bytes: size of an exchange, the same on every rank. A larger tensor is an exchange by itself.
 
         Yields:
-            (name, full tensor) in a fixed order. Tensors of a bucket are contiguous in one piece of memory, which is
-            the receiver's to keep. Correction biases of routers come last, in float32.
+            (name, full tensor) in a fixed order. The tensors of a bucket are contiguous in one allocation, which the
+            receiver may keep. Correction biases of routers come last, in float32.
         """
         receivers = tuple(sorted(set(range(dist.get_world_size()) if to is None else to)))
         if self._planned[0] != (receivers, bucket_bytes):
             max_numel = bucket_bytes // self._dtype.itemsize
             self._planned = (receivers, bucket_bytes), self._catalogue.plan(receivers, max_numel, self._me)
-        before: _Exchange | None = None
+        previous: _Exchange | None = None
         for bucket in (*self._planned[1], None):
-            if before is not None:
-                self._pass_on(before)
-            begun = self._begin(bucket) if bucket is not None else None
-            if before is not None:
-                yield from self._finish(before, receivers)
-            before = begun
+            if previous is not None:
+                self._pass_on(previous)
+            current = self._begin(bucket) if bucket is not None else None
+            if previous is not None:
+                yield from self._finish(previous, receivers)
+            previous = current
         biases = self._correction_biases()
         for name, tensor in biases if self._me in receivers else ():
             yield name, tensor.to(self._device, copy=True)
 
     def num_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
-        """Exchanges of one pass."""
+        """The number of exchanges in one pass."""
         return len(self._catalogue.buckets(bucket_bytes // self._dtype.itemsize))
 
     def _correction_biases(self) -> list[tuple[str, Tensor]]:
-        """All of the model's, under their Hugging Face names. They never change, and are too small to be shared out."""
-        if self._fixed is None:
-            held = {
+        """The whole model's, under Hugging Face names. Gathered once by all ranks: they are small and never change."""
+        if self._biases is None:
+            mine = {
                 hf_names(shard.key, _place(shard), self._architecture)[0]: shard.data.cpu()
                 for shard in _local_shards(self._model)
-                if _is_fixed(shard.key) and not any(shard.replica_id)  # of copies, one rank's
+                if _is_correction_bias(shard.key) and not any(shard.replica_id)  # only from the main replica
             }
-            found = {name: tensor for part in gather_all([held]) for name, tensor in part.items()}
-            self._fixed = [(name, found[name]) for name in self._hf_shapes if name in found]
-        return self._fixed
+            biases = {name: tensor for part in gather_all([mine]) for name, tensor in part.items()}
+            self._biases = [(name, biases[name]) for name in self._hf_shapes if name in biases]
+        return self._biases
 
     def _begin(self, bucket: RoutedBucket) -> _Exchange:
-        """Start sending what others lack of a bucket and we hold, and receiving what we lack."""
+        """Start the first hop of a bucket: send what we hold and others lack, receive what we lack."""
         units = self._catalogue.units(bucket)
         lacking = [unit for unit in units if not self._holds(unit)]
         sizes = [len(unit.places) * self._blocks[unit.block].numel for unit in lacking]
@@ -209,7 +209,7 @@ class WeightStream:
         return _Exchange(bucket.items, units, flat, dist.batch_isend_irecv(operations) if operations else [])
 
     def _pass_on(self, exchange: _Exchange) -> None:
-        """Start sending what we have fetched to the others of our node, and receiving what they have."""
+        """Start the second hop: send what we have fetched to the others on our node, and receive what they fetched."""
         operations: list[dist.P2POp] = []
         fetched = False
         for piece, role in _pieces(exchange.units, exchange.flat):
@@ -223,7 +223,7 @@ class WeightStream:
             exchange.works.extend(dist.batch_isend_irecv(operations))
 
     def _finish(self, exchange: _Exchange, receivers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-        """Wait for an exchange; on a rank that asks, put its tensors together end to end and yield them."""
+        """Wait for an exchange; on a receiving rank, assemble its full tensors in one allocation and yield them."""
         _wait(exchange.works)
         if self._me not in receivers:
             return
@@ -235,13 +235,13 @@ class WeightStream:
         exchange.flat.clear()
         items = exchange.items
         names = [hf_names(*of_layer(*item, self._architecture), self._architecture) for item in items]
-        shapes = [self._hf_shapes[name] for several in names for name in several]
+        shapes = [self._hf_shapes[name] for item_names in names for name in item_names]
         sizes = list(map(math.prod, shapes))
         memory = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
         views = [part.view(shape) for part, shape in zip(torch.split(memory, sizes), shapes, strict=True)]
-        waiting = iter(views)
-        for item, several in zip(items, names, strict=True):
-            self._fill(item, [next(waiting) for _ in several], arrived)
+        targets = iter(views)
+        for item, item_names in zip(items, names, strict=True):
+            self._fill(item, [next(targets) for _ in item_names], arrived)
         arrived.clear()
         yield from zip(chain.from_iterable(names), views, strict=True)
 
@@ -249,15 +249,15 @@ class WeightStream:
         """Copy the shards of one key into the Hugging Face tensors that it is made of."""
         place, (key, _) = item[1], of_layer(*item, self._architecture)
         shape = self._blocks[self._catalogue.parts[item][0]].shape
-        direct = len(targets) == 1 and tuple(targets[0].shape) == shape
-        full = targets[0] if direct else torch.empty(shape, dtype=self._dtype, device=self._device)
+        is_direct = len(targets) == 1 and tuple(targets[0].shape) == shape  # no intermediate tensor
+        full = targets[0] if is_direct else torch.empty(shape, dtype=self._dtype, device=self._device)
         for number in self._catalogue.parts[item]:
             block = self._blocks[number]
-            held = self._local.get((number, place))
-            shards: Iterable[Tensor] = map(_read, held) if held else torch.split(arrived[number, place], block.sizes)
+            own = self._local.get((number, place))
+            shards: Iterable[Tensor] = map(_read, own) if own else torch.split(arrived[number, place], block.sizes)
             for (start, size), shard in zip(block.parts, shards, strict=True):
                 full[_index(start, size)].copy_(shard.view(size))
-        if direct:
+        if is_direct:
             return
         if key in PADDED_TO_VOCAB:
             full = full[: self._architecture.vocab_size]
@@ -273,7 +273,7 @@ class WeightStream:
 
 
 def _read(shard: _Shard) -> Tensor:
-    """As the policy has it now."""
+    """The current values, with the adapter merged in."""
     return shard() if isinstance(shard, partial) else shard
 
 
@@ -291,34 +291,34 @@ def _wait(works: list[dist.Work]) -> None:
 def _blocks_of(
     model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool
 ) -> dict[Block, list[list[_Shard]]]:
-    """What this rank holds of the weights, or of the adapters: the shards of each block by place, then by part."""
+    """This rank's shards of the weights, or of the adapters: for each block by place, then by part."""
     at: dict[tuple[str, Place], tuple[tuple[int, ...], dict[tuple[int, ...], Tensor]]] = {}
     for shard in _local_shards(model):
         assert shard.data is not None
-        if _is_fixed(shard.key):
+        if _is_correction_bias(shard.key):
             continue
         axes = shard.prepend_axis_num
         item, shape = (shard.key, _place(shard)), tuple(shard.global_shape[axes:])
         at.setdefault(item, (shape, {}))[1][tuple(shard.global_offset[axes:])] = shard.data
     rows = adapter_rows(architecture)
 
-    def held(key: str, place: Place, start: tuple[int, ...]) -> _Shard:
-        """A rank that holds a shard holds the rows of B and the columns of A that belong to it."""
+    def readable(key: str, place: Place, start: tuple[int, ...]) -> _Shard:
+        """A rank with a shard of a weight also has the rows of B and the columns of A that belong to it."""
         weight = at[key, place][1][start]
         if architecture.lora is None or adapter_key(key, "a") not in rows:
             return weight
         a, b = (at[adapter_key(key, half), place][1] for half in "ab")
-        blocks = adapter_parts(key, architecture)[start[0] : start[0] + len(weight)].to(weight.device)
-        return partial(merged, weight, a[0, start[1]], b[start[0], 0], blocks, architecture.lora)
+        of_rows = adapter_parts(key, architecture)[start[0] : start[0] + len(weight)].to(weight.device)
+        return partial(merged, weight, a[0, start[1]], b[start[0], 0], of_rows, architecture.lora)
 
-    alike: dict[tuple[Any, ...], dict[Place, list[_Shard]]] = {}
+    blocks: dict[tuple[Any, ...], dict[Place, list[_Shard]]] = {}
     for (kind, where), key, place in sorted((by_kind(*item), *item) for item in at):
         if (key in rows) == adapters:
             shape, shards = at[key, place]
             parts = tuple((start, tuple(shards[start].shape)) for start in sorted(shards))
-            alike.setdefault((kind, shape, parts), {})[where] = [held(key, place, start) for start, _ in parts]
+            blocks.setdefault((kind, shape, parts), {})[where] = [readable(key, place, start) for start, _ in parts]
     return {
-        Block(kind, shape, parts, tuple(found)): list(found.values()) for (kind, shape, parts), found in alike.items()
+        Block(kind, shape, parts, tuple(found)): list(found.values()) for (kind, shape, parts), found in blocks.items()
     }
 
 
@@ -330,7 +330,7 @@ def _place(shard: ShardedTensor) -> Place:
     return tuple(shard.global_offset[: shard.prepend_axis_num])
 
 
-def _is_fixed(key: str) -> bool:
+def _is_correction_bias(key: str) -> bool:
     return key.endswith(EXPERT_BIAS)
 
 
@@ -341,5 +341,5 @@ def _local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
     }
     for chunk in model:
         state = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        apply_factories(state)  # the fused gate and up projection become two shards that view the parameter
+        apply_factories(state)  # makes the fused gate and up projection two shards that view the parameter
         yield from (value for value in nested_values(state) if isinstance(value, ShardedTensor))

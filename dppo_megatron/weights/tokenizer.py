@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model directory without running its code, and checks it against the model.
 
-transformers is lenient here, and each leniency leads to training on the wrong thing: without tokenizer files it makes a
-tokenizer of one token, and an end-of-sequence token without an id in any file is added as a new, untrained one.
+transformers is lenient here, and would let us train on wrong tokens: without tokenizer files it makes a tokenizer of
+one token, and it adds an end-of-sequence token that has no id in any file as a new, untrained token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def load_tokenizer(
         given_as: the setting or option that named the directory, for messages.
 
     Raises:
-        UserError: missing, damaged, needs its own code, has tokens without a row in the model, or no end of sequence.
-            Added tokens may be without one: see `rowless`.
+        UserError: the tokenizer is missing or damaged, needs code of its own, has no end-of-sequence token, or has
+            tokens without a row in the model's embedding (allowed for added tokens: see `rowless`).
     """
     where = f"{given_as} '{directory}'"
     path = Path(directory) / "tokenizer_config.json"
@@ -52,8 +52,8 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a damaged file can raise anything; the Rust library's panics are not Exceptions
-        what = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(f"{where}: its tokenizer cannot be loaded: {what}") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{where}: its tokenizer cannot be loaded: {reason}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{where}: its tokenizer is a {type(tokenizer).__name__}, which is for another kind of model")
     _check_ids(tokenizer, vocabulary, probe, architecture, where)
@@ -64,7 +64,7 @@ def load_tokenizer(
 
 
 def rowless(tokenizer: PreTrainedTokenizerBase, architecture: Architecture) -> dict[int, str]:
-    """Added tokens, by their ids, that have no row in the model's embedding."""
+    """Id -> text of the added tokens that have no row in the model's embedding."""
     added = tokenizer.added_tokens_decoder.items()
     return {token: str(text) for token, text in added if token >= architecture.vocab_size}
 
@@ -76,23 +76,23 @@ def _check_ids(
     architecture: Architecture,
     where: str,
 ) -> None:
-    # Gemma 3's has a token of images, which its models without images have no row of: only texts with it are refused
+    # added tokens are left out: Gemma 3's image token has no row in text-only models; only texts with it are refused
     rows, added = architecture.vocab_size, tokenizer.added_tokens_decoder
     largest = max((token for token in vocabulary.values() if token not in added), default=-1)
     if largest >= rows:
         raise UserError(
-            f"{where}: its tokenizer has {len(tokenizer)} tokens up to id {largest}, its config.json only {rows}"
+            f"{where}: its tokenizer has {len(tokenizer)} tokens up to id {largest}, its config.json only {rows} tokens"
         )
     for name in ("eos_token", "pad_token"):
         token = getattr(tokenizer, f"{name}_id")
         if token is not None and token >= rows:
             raise UserError(f"{where}: its tokenizer's {name} has id {token}, its config.json only {rows} tokens")
     if not probe or not all(0 <= token < rows for token in probe):
-        raise UserError(f"{where}: its tokenizer makes {shown(probe)} of {shown(_PROBE)}; it is damaged or empty")
+        raise UserError(f"{where}: its tokenizer encodes {shown(_PROBE)} as {shown(probe)}; it is damaged or empty")
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase, directory: Path, settings: Mapping[str, Any], where: str) -> None:
-    """Require an end-of-sequence token with an id in some file: the model was then trained with it."""
+    """Require an end-of-sequence token that has an id in some file, because the model was then trained with it."""
     if tokenizer.eos_token_id is None:
         raise UserError(f"{where}: its tokenizer has no end-of-sequence token (eos_token in tokenizer_config.json)")
     end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
@@ -110,5 +110,5 @@ def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:
     ):
         return True
     if not (directory / "tokenizer.json").is_file():
-        return True  # older formats keep it in binary or several files, which transformers has read
+        return True  # older formats have it in binary files or in several, which transformers has read
     return Tokenizer.from_file(str(directory / "tokenizer.json")).token_to_id(token) is not None

@@ -1,9 +1,9 @@
 """Reads and writes Megatron distributed checkpoints (`torch_dist`) tensor by tensor in one process.
 
-Megatron's own save needs the whole model in memory and a process group. The format underneath is PyTorch's distributed
-checkpoint: one global tensor per key, split into chunks with offsets. So a converter needs neither: it describes all
-chunks first and supplies each in turn, and it can read any slice of any key. Here a chunk is one tensor of one layer
-(and expert), and a file is one layer; each layout that loads it reads the slices it needs. Only public interfaces of
+Megatron's own save needs the whole model in memory and a process group. The underlying format is PyTorch's distributed
+checkpoint: one global tensor per key, split into chunks with offsets. With it a converter needs neither: it describes
+all chunks first and supplies their data one by one, and it can read any slice of any key. Here a chunk is one tensor of
+one layer (and expert), and a file is one layer; every layout reads the slices that it needs. Only public interfaces of
 torch.distributed.checkpoint are used.
 """
 
@@ -63,11 +63,11 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 _NOT_MODEL = ("optimizer.", "reference.")
-"""Key prefixes of what a training checkpoint holds beside the model."""
+"""Key prefixes of what a training checkpoint holds in addition to the model."""
 
 
 def is_torch_dist(directory: str | Path) -> bool:
-    """Whether `directory` is a distributed checkpoint: it has a `.metadata`, and no safetensors, which would decide."""
+    """Whether `directory` is a distributed checkpoint: has `.metadata` and no safetensors, which take precedence."""
     return (Path(directory) / ".metadata").is_file() and not holds_safetensors(directory)
 
 
@@ -86,11 +86,11 @@ def open_checkpoint(
 def write_torch_dist(
     directory: Path, architecture: Architecture, dtypes: Mapping[str, torch.dtype], read: Callable[[str, Place], Tensor]
 ) -> None:
-    """Write the model's weights into the existing `directory`, one file a layer; one tensor is held at a time.
+    """Write the model's weights into the existing `directory`, one file per layer, with one tensor in memory at a time.
 
     Args:
-        dtypes: of each Megatron key.
-        read: the full, unpadded tensor of a key at a place.
+        dtypes: the dtype of each Megatron key.
+        read: returns the full, unpadded tensor of a key at a place.
     """
     planner = _OnDemand(architecture, read)
     by_layer = [
@@ -108,11 +108,11 @@ def write_torch_dist(
 
 
 class TorchDistReader:
-    """Reads the model's weights out of a distributed checkpoint that any layout wrote, this project's or another (of a
-    mixture with a key for each layer), those of a run with adapters merged with them.
+    """Reads the model's weights from a distributed checkpoint of any layout, of this project or of another (then each
+    layer of a mixture must have its own keys). Adapters are merged into the weights.
 
     Raises:
-        UserError: keys that are missing, unknown or of another shape; all of them are named.
+        UserError: keys that are missing, unknown or of another shape (all are named).
     """
 
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
@@ -125,12 +125,12 @@ class TorchDistReader:
             if isinstance(value, TensorStorageMetadata) and not key.startswith(_NOT_MODEL)
         }
         has_adapters = any(key.endswith(".lora_a") for key in tensors)
-        run = _settings_of(self._directory) if has_adapters else Config()
+        run = _run_config(self._directory) if has_adapters else Config()
         self._architecture = architecture = replace(architecture, lora=None).with_adapters(run.actor.lora)
         self.lora, self.base = architecture.lora, run.model.hf_path
-        """The adapters that the checkpoint holds, and the model that they began from."""
+        """The adapters in the checkpoint, and the path of the model that they were trained on."""
         self.dtypes = {key: value.properties.dtype for key, value in tensors.items()}
-        """Of each Megatron key."""
+        """The dtype of each Megatron key."""
         self._check(tensors)
         self._chunks: dict[tuple[str, Place], list[ChunkStorageMetadata]] = {}
         self._tensors = tensors
@@ -151,17 +151,17 @@ class TorchDistReader:
         """One full tensor under its Hugging Face name, on the CPU."""
         key, place, part = self._where[name]
         if self._last is None or self._last[:2] != (key, place):
-            self._last = None  # before the next one is read
+            self._last = None  # free it before the next one is read
             self._last = (key, place, split(key, self._policy(key, place), self._architecture))
         return self._last[2][part].clone(memory_format=torch.contiguous_format)
 
     def adapters(self) -> dict[str, Tensor]:
-        """Every tensor of the adapters, by PEFT's names; none if the checkpoint has none."""
-        architecture, found = self._architecture, dict[str, Tensor]()
+        """Every tensor of the adapters, by PEFT's names; empty if the checkpoint has no adapters."""
+        architecture, tensors = self._architecture, dict[str, Tensor]()
         for key, place in in_layer_order(architecture, rows) if (rows := adapter_rows(architecture)) else ():
             parts = split(key, self.full(key, place), architecture)
-            found |= zip(hf_names(key, place, architecture), parts, strict=True)
-        return found
+            tensors |= zip(hf_names(key, place, architecture), parts, strict=True)
+        return tensors
 
     def _policy(self, key: str, place: Place) -> Tensor:
         """A full tensor with its adapter merged in."""
@@ -191,20 +191,20 @@ class TorchDistReader:
     def _check(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:
         keys = (*table(self._architecture), *adapter_rows(self._architecture))
         expected = {key: stacked_shape(key, self._architecture) for key in keys}
-        found = {key: tuple(value.size) for key, value in tensors.items()}
+        stored = {key: tuple(value.size) for key, value in tensors.items()}
         for key in PADDED_TO_VOCAB:
-            if key in found and key in expected and found[key][0] > expected[key][0]:
-                found[key] = (expected[key][0], *found[key][1:])  # padded for some tensor-parallel size
-        check_shapes(f"checkpoint '{self._directory}'", expected, found)
+            if key in stored and key in expected and stored[key][0] > expected[key][0]:
+                stored[key] = (expected[key][0], *stored[key][1:])  # padded for some tensor-parallel size
+        check_shapes(f"checkpoint '{self._directory}'", expected, stored)
 
 
-def _settings_of(directory: Path) -> Config:
-    """Of the run that wrote a checkpoint with adapters: its tensors do not say alpha. The model's path is filled in, or
-    as it was written where it is of a variable that is not set here."""
+def _run_config(directory: Path) -> Config:
+    """The config of the run that wrote a checkpoint with adapters, which has their alpha. Environment variables in the
+    model's path are expanded if they are set here."""
     path = directory / "manifest.json"
     values = read_object(path).get("config")
     if not isinstance(values, dict):
-        raise UserError(f"{path}: has no settings of a run, which the adapters in '{directory}' need")
+        raise UserError(f"{path}: has no config of the run, which is needed for the adapters in '{directory}'")
     run = config_from_values(values, str(path))
     with suppress(UserError):
         run.model = config_from_values({"model": values.get("model", {})}, str(path), keep_references=False).model
@@ -253,13 +253,13 @@ def _write_item(key: str, place: Place, architecture: Architecture, dtype: torch
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the checkpoint holds, and in which files, read without running code.
+    """The description of the checkpoint's tensors and files, read without running code.
 
-    A damaged or hostile file can still produce any arrangement of the allowed classes, so every attribute that is used
-    later is checked here, and no tensor may lie outside the checkpoint's directory.
+    A damaged or hostile file can still combine the allowed classes in any way, so every attribute that is used later is
+    checked here, and no file may be outside the checkpoint's directory.
 
     Raises:
-        UserError: unreadable, naming anything but plain data, or paths that leave `directory`.
+        UserError: the file is unreadable, names anything but plain data, or has paths that leave `directory`.
     """
     path = directory / ".metadata"
     try:
@@ -273,26 +273,26 @@ def read_metadata(directory: Path) -> Metadata:
         raise UserError(f"{path}: holds a {type(metadata).__name__} and not torch's Metadata")
     try:
         for name, tensor in metadata.state_dict_metadata.items():
-            if isinstance(tensor, TensorStorageMetadata):  # others are bytes, not read
+            if isinstance(tensor, TensorStorageMetadata):  # others are bytes, which are not read
                 _check_sizes(name, tensor)
         for place in metadata.storage_data.values():
             if Path(place.relative_path).is_absolute() or ".." in Path(place.relative_path).parts:
-                raise UserError(f"{path}: names {place.relative_path!a}, which is no file inside '{directory}'")
+                raise UserError(f"{path}: names {place.relative_path!a}, which is not a file inside '{directory}'")
             _check_numbers((place.offset, place.length))
-    except (AttributeError, TypeError, ValueError) as error:  # of a damaged file, any attribute may be anything
+    except (AttributeError, TypeError, ValueError) as error:  # in a damaged file any attribute may be anything
         raise UserError(f"{path}: the description of its tensors is damaged: {error}") from None
     return metadata
 
 
 def _check_sizes(name: str, tensor: TensorStorageMetadata) -> None:
     if not isinstance(name, str) or not isinstance(tensor.properties.dtype, torch.dtype):
-        raise TypeError(f"{name!a} has no type")
+        raise TypeError(f"{name!a} has no dtype")
     for sizes in (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes))):
         _check_numbers(sizes)
         if len(sizes) != len(tensor.size):
-            raise ValueError(f"a part of {name!a} has other dimensions")
+            raise ValueError(f"a part of {name!a} has another number of dimensions")
 
 
 def _check_numbers(numbers: tuple[int, ...]) -> None:
     if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("sizes and places must be whole numbers")
+        raise TypeError("sizes and offsets must be whole numbers from 0")

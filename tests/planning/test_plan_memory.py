@@ -309,10 +309,10 @@ def _measure_layer(path: Path, parallel: Parallel, recompute: str, modules: list
             block._checkpointed_forward(hidden, None, None, None, None, None, packed, False)
         else:
             block.layers[0](hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
-    masks = {tuple(bucket.mask.shape) for bucket in packed.attending(core._window).buckets if bucket.mask is not None}
+    masks = {tuple(bucket.mask.shape) for bucket in packed.bucketed(core._window).buckets if bucket.mask is not None}
     kept = [t for t in saved.values() if not (t.dtype == torch.int64 and t.ndim == 1) and tuple(t.shape) not in masks]
     total = sum(t.untyped_storage().nbytes() for t in kept)
-    padded = sum(len(bucket.query_index) for bucket in packed.attending().buckets) * context.size
+    padded = sum(len(bucket.query_index) for bucket in packed.bucketed().buckets) * context.size
     imbalance = 1.0
     if parallel.ep > 1 and (experts := actor._architecture.experts) is not None:
         imbalance = routed[0] / (rows * experts.per_token * (parallel.etp or parallel.tp))

@@ -114,7 +114,7 @@ _FREED_WITH_TE = _FREED | {
 def layer_saved(one: Pass) -> Saved:
     """What one transformer layer keeps without recomputation; a mixture's few dense layers count like the others."""
     saved = _norm(one, "input norm") | {"input of qkv": one.hidden_bytes} | _attention(one)
-    if one.architecture.norms_behind:
+    if one.architecture.post_norms:
         saved |= _norm(one, "norm behind attention") | _norm(one, "norm behind fc2")
     inner = one.inner_elements * one.bytes_each
     experts = one.architecture.experts

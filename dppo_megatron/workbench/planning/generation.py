@@ -224,7 +224,7 @@ def cache_per_token(architecture: Architecture, tensor: int, bytes_each: int) ->
     """Bytes of one token's keys and values on one of `tensor` GPUs; a head is copied rather than split. Servers cache
     latent attention's compressed, all of it on each GPU."""
     if architecture.latent is not None:
-        return architecture.num_layers * (architecture.latent.rank + architecture.latent.turning_dim) * bytes_each
+        return architecture.num_layers * (architecture.latent.rank + architecture.latent.rope_dim) * bytes_each
     heads = max(architecture.num_kv_heads / tensor, 1)
     return 2 * architecture.num_layers * heads * architecture.head_dim * bytes_each
 
