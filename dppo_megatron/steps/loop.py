@@ -77,7 +77,7 @@ class Loop:
         self._engine = make_engine(job, dtype, layout.device)
         with ExitStack() as undo:
             undo.callback(self._engine.close)  # a model that cannot be built leaves no servers behind
-            self._engine.rest()  # gives the actor the device
+            self._engine.sleep()  # gives the actor the device
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
                 read = set[str]()  # some are read twice: tied embeddings, and heads that several shards share
@@ -167,7 +167,7 @@ class Loop:
         """All weights on rank 0, under their Hugging Face names. Nothing is generated after this. Collective; raises
         RunAborted if servers turn out to have had others."""
         if self._offload == "all":
-            self._engine.rest()
+            self._engine.sleep()
         self._judge_canary()
         return self.actor.weights(to=[0])
 
@@ -263,13 +263,13 @@ class Loop:
                 step.record.add_tokens(tokens, *np.sum(one_of_each, axis=0).tolist())
 
     def to_training(self, step: Step) -> None:
-        """Put the engine to rest, then compute the log-probabilities that the objective compares with.
+        """Put the engine to sleep, then compute the log-probabilities that the objective compares with.
 
         Those are the actor's before the step's first update, and the reference's; neither is computed unless the
         settings need it (docs/objectives.md).
         """
         objective, timers = self.job.config.objective, step.record.timers
-        self._engine.rest()
+        self._engine.sleep()
         self._judge_canary()
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
         if not (needs_old or needs_reference or self._records_routes):
