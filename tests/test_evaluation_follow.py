@@ -146,7 +146,7 @@ def test_what_is_gone_is_reported_and_what_differs_refused(
         str(run_dir), *SETTINGS[1:], "eval.samples=7"
     )
     assert "limit = 3 (the run: 0)" in refused(str(run_dir), *SETTINGS, "--limit", "3")
-    assert "otherwise: another reward. Its report" in refused(str(run_dir), *SETTINGS, "reward.function=final_answer")
+    assert "settings: another reward. Its report" in refused(str(run_dir), *SETTINGS, "reward.function=final_answer")
     assert "temperature = 0.5 (the run: 1.0)" in refused(str(run_dir), "eval.temperature=0.5")
     assert "leave out --step" in refused(str(run_dir), "--step", "2")
     assert "holds no config.yaml" in refused(str(tmp_path))
