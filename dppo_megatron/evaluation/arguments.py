@@ -54,7 +54,6 @@ class _Target:
     """Output directory without --out."""
     settings: Mapping[str, Any]
     where: str
-    """The file that `settings` come from, for messages."""
 
 
 def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
@@ -123,8 +122,7 @@ def _settings_of(target: _Target) -> dict[str, Any]:
 
 
 def _as_saved(target: _Target, names: Collection[str]) -> Config:
-    """A config with only the run's sets under `names` and the template settings of its `data`. Raises UserError if they
-    are not valid."""
+    """A config with only the run's sets in `names` and its template settings. Raises UserError if they are invalid."""
     saved = target.settings.get("data") or {}
     if isinstance(saved, dict):
         saved = {key: value for key, value in saved.items() if key in {*names, *_TEMPLATE}}
@@ -141,12 +139,8 @@ def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
 def _chosen_sets(
     words: Sequence[str], data: Path | None, own: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """`data.eval_sets` for the sets that `words` name. Raises UserError for an unknown or a duplicate name.
-
-    Args:
-        data: the directory that relative paths of presets and files refer to.
-        own: the run's own sets.
-    """
+    """`data.eval_sets` for the sets that `words` name: presets and files, whose relative paths are in the directory
+    `data`, and the run's own sets. Raises UserError for an unknown or a duplicate name."""
     chosen: dict[str, dict[str, Any]] = {}
     for word in words:
         name, separator, path = word.partition("=")
@@ -299,15 +293,12 @@ def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[di
     now = read_config("", [item for item in given if item.startswith("rollout")]).rollout
     dropped = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
     if dropped != "off":
-        notes.append(
-            f"the weights are not quantized as in the run (rollout.quantization = {dropped}), which hf cannot do"
-        )
+        notes.append(f"the hf engine uses unquantized weights (the run: rollout.quantization = {dropped})")
     return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
 
 
 def _defaults(model: Path) -> dict[str, Any]:
-    """Settings for a model without a run: its dtype, and a template that asks for a boxed answer, with the model's chat
-    template if it has one."""
+    """Settings for a model without a run: its dtype, and a template for boxed answers, as a chat if it has one."""
     config = _read_json(model / "config.json")
     dtype = config.get("dtype") or config.get("torch_dtype")
     tokenizer = _read_json(model / "tokenizer_config.json")

@@ -106,8 +106,7 @@ class EvalScores:
 
 
 def percent(estimate: Estimate) -> str:
-    """The value and its standard error, as `43.3 % ± 5.9`; only `43.3 %` without a standard error, `null` without a
-    value."""
+    """Value and standard error, as `43.3 % ± 5.9`; without a standard error `43.3 %`, without a value `null`."""
     if estimate.value is None:
         return "null"
     return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
@@ -186,8 +185,7 @@ def students_t(degrees: int) -> float:
     """
     import mpmath  # takes 0.13 s, so only in processes that compute scores
 
-    def excess(t: float) -> Any:
-        """P(|T| > t) - 0.05."""
+    def excess(t: float) -> Any:  # P(|T| > t) - 0.05
         return mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True) - 0.05
 
     return float(mpmath.findroot(excess, (1.9, 13), solver="anderson"))  # from 1.96 (many degrees) to 12.7 (one)

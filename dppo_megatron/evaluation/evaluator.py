@@ -118,7 +118,6 @@ class Evaluator:
         return self._graders.with_equal_votes(self.sample(engine, kept=kept))
 
     def close(self) -> None:
-        """End the graders."""
         self._graders.close()
 
 
@@ -176,11 +175,8 @@ class SetGraders:
         return [replace(one, vote=counted_as(one.outcome, common.get(one.set, {}))) for one in samples]
 
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
-        """Grade all samples, again if they have verdicts. Yields them in parts, in order, as soon as a part is done.
-
-        All parts are submitted at once, so that a slow judge works on many samples at a time; the parts are small, so
-        that a kill loses few verdicts.
-        """
+        """Grade all samples, even those with verdicts; yields parts in order, each as soon as it is done. All parts are
+        submitted at once, so that a slow judge works on many samples at a time, and a kill loses few verdicts."""
         submitted = deque(
             (part, self._graders.submit([self._task(one) for one in part]))
             for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
@@ -220,7 +216,6 @@ class SetGraders:
         }
 
     def close(self) -> None:
-        """End the graders' processes."""
         self._graders.close()
 
 

@@ -42,11 +42,8 @@ _Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
 
 
 def export(form: str, evaluation: str, out: Path | None) -> list[str]:
-    """Write an evaluation below `out` in the format `form` (a key of FORMS); returns the paths written.
-
-    Raises:
-        UserError: unknown format, no evaluation, no `out`, or a file that cannot be written.
-    """
+    """Write an evaluation below `out` in the format `form` (a key of FORMS); returns the paths written. Raises
+    UserError: unknown format, no evaluation, no `out`, or a file that cannot be written."""
     if form not in FORMS:
         raise UserError(f"--export {form}: expected one of {', '.join(FORMS)}")
     if out is None:

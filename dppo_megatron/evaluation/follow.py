@@ -58,15 +58,14 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, notes)) as used:
         follower = _Follower(used, directory / "checkpoints", run, out, every)
-        status_now = "running"
-        while status_now == "running" or follower.left():  # checked after the run's end, for the last checkpoint
+        state = "running"
+        while state == "running" or follower.left():  # checked after the run's end, for the last checkpoint
             follower.evaluate_left()
             with progress(f"waiting for the next checkpoint of {directory}"):
-                while (status_now := status()) == "running" and not follower.left():
+                while (state := status()) == "running" and not follower.left():
                     time.sleep(_POLL_S)
-    again = "" if status_now == "finished" else "; the same command goes on when the run does"
-    done = f"{follower.num_done} of its checkpoints are evaluated in {out}/"
-    return ["", f"the run has ended ({status_now}), {done}{again}"]
+    again = "" if state == "finished" else "; the same command goes on when the run does"
+    return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
 
 
 def _check_same_scores(config: Config, of_run: Config) -> None:
@@ -138,10 +137,8 @@ class _Follower:
         missed = [step for step in steps if step not in self._missed and not self._is_done(step)]
         if missed:
             self._missed.update(missed)
-            steps_text = (
-                f"step {missed[0]}" if len(missed) == 1 else f"steps {missed[0]} to {missed[-1]} ({len(missed)})"
-            )
-            show(f"{steps_text}: no checkpoint any more, so no evaluation; a larger checkpoint.keep leaves more time")
+            which = f"step {missed[0]}" if len(missed) == 1 else f"steps {missed[0]} to {missed[-1]} ({len(missed)})"
+            show(f"{which}: no checkpoint any more, so no evaluation; a larger checkpoint.keep leaves more time")
 
     def _is_done(self, step: int) -> bool:
         return (self._out / step_name(step) / RESULTS).is_file()

@@ -108,7 +108,6 @@ class EngineAndGraders:
         return self._engine
 
     def close(self) -> None:
-        """End servers and graders."""
         self.evaluator.close()
         if self._engine is not None:
             self._engine.close()
@@ -349,9 +348,8 @@ def _engine(job: Job) -> Engine:
     return engine
 
 
-def _interval(estimate: Estimate) -> str:
-    low, high = estimate.low, estimate.high
-    return "-" if low is None or high is None else f"{100 * low:.1f} - {100 * high:.1f}"
+def _interval(one: Estimate) -> str:
+    return "-" if one.low is None or one.high is None else f"{100 * one.low:.1f} - {100 * one.high:.1f}"
 
 
 def _share(value: float | None) -> str:

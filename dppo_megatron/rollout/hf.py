@@ -128,7 +128,6 @@ class HFEngine(Engine):
         self._graded = []
 
     def close(self) -> None:
-        """Cancel gradings that have not finished."""
         self._drop_grades()
 
     @torch.inference_mode()

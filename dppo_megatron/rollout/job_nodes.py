@@ -43,9 +43,8 @@ class JobServers:
         """Start the servers of all nodes, and return them when all answer.
 
         Raises:
-            UserError: on all ranks, if a server of any node cannot be started or does not answer: without the servers
-                of one node a run would work, but at a fraction of its speed. The rank at fault raises an unexpected
-                error as it is.
+            UserError: on all ranks, if a server of any node cannot be started or does not answer: a run without one
+                node's servers would work, but slowly. An unexpected error is raised as it is where it occurs.
         """
         hosts = listening_addresses(self._nodes)
         check_network(hosts, self._config)
@@ -86,7 +85,6 @@ class JobServers:
         barrier()
 
     def close(self) -> None:
-        """End the servers of this node."""
         stop_all(self.local)
 
     def _start(self, hosts: Sequence[str]) -> None:

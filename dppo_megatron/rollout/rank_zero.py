@@ -71,7 +71,6 @@ class RankZero:
         self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
 
     def begin(self, work: Work) -> None:
-        """Begin a rollout in the background."""
         if work.may_split:
             work.spread(self.fleet.reach, self._config.rollout.limits.max_concurrent_sequences)
         self.background.begin(work)
@@ -122,7 +121,6 @@ class _Background:
         """The exception that ended the thread before all work was done."""
 
     def begin(self, work: Work) -> None:
-        """Add a rollout."""
         with self._lock:
             self._works[:] = [one for one in self._works if one.is_wanted] + [work]
         self.resume()

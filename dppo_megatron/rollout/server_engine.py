@@ -98,7 +98,6 @@ class ServerEngine(Engine):
         self._stats = RolloutStats()
         self._started: list[Work] = []
         self._rollout_numbers = itertools.count(1)
-        """The same on all ranks."""
         self._zero: OnRankZero[RankZero] = OnRankZero()
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
@@ -262,7 +261,6 @@ class ServerEngine(Engine):
             self._job_servers.end(self._sync.sleep(keeps=bool(self._started)))
 
     def health(self) -> dict[str, str]:
-        """See `Engine.health`."""
         return self._zero.ask(lambda zero: zero.fleet.health())
 
     def statistics(self) -> RolloutStats:

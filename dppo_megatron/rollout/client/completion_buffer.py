@@ -89,7 +89,6 @@ class Arrived:
     index: int
     """Index of its group in the rollout."""
     position: int
-    """Position in the group."""
     sampled: Sampled
     text: str
     grade: Grade | None
@@ -116,7 +115,6 @@ def take_over(peer: socket.socket) -> Iterator[Arrived]:
 
 
 def completion_of(one: Sampled, text: str) -> Completion:
-    """The completion in the training loop's form."""
     ids = one.token_ids.astype(np.int64)
     return Completion(ids, one.logprobs, one.finish_reason, text, tuple(spans_of(one)), one.experts)
 

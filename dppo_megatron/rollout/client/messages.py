@@ -92,12 +92,8 @@ def connect(address: str, timeout_s: float) -> socket.socket:
 
 
 def handshake(peer: socket.socket, key: bytes, *, listens: bool) -> None:
-    """Prove to the other end that this end holds the key, and check the other end's proof.
-
-    Raises:
-        HandshakeFailed: the other end's proof is wrong.
-        OSError: the other end does not answer, or has closed the connection.
-    """
+    """Prove to the other end that this end holds the key, and check its proof. Raises HandshakeFailed if that is wrong,
+    OSError if the other end does not answer or has closed the connection."""
     own = os.urandom(_NONCE_BYTES)
     peer.sendall(own)
     theirs = _receive_exactly(peer, _NONCE_BYTES)

@@ -123,9 +123,7 @@ class Client:
         self._servers = ServerConnections(self._sockets)
         self._hook = setup.hook() if setup.hook else None
         self._unsent: list[bytes] = []
-        """Messages to rank 0, in order."""
-        self._sent_at = 0.0
-        """Loop time of the last write to rank 0."""
+        self._last_write_s = 0.0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(setup.take_path)  # before the hello to rank 0: ranks may connect as soon as it has arrived
         self._listener.listen(64)
@@ -261,10 +259,10 @@ class Client:
         """Queue a message to rank 0; messages of the same interval are written together."""
         self._unsent.append(framed(ENCODER.encode(message)))
         if len(self._unsent) == 1:
-            self._loop.call_at(self._sent_at + _SEND_INTERVAL_S, self._write)
+            self._loop.call_at(self._last_write_s + _SEND_INTERVAL_S, self._write)
 
     def _write(self) -> None:
-        self._sent_at = self._loop.time()
+        self._last_write_s = self._loop.time()
         self._writer.writelines(self._unsent)
         self._unsent = []
 
@@ -328,12 +326,10 @@ class ServerConnections:
         self._running.discard(group.request_id)
         address = self._servers[server]
         calls = address.dialect.abort_calls(group)
-        # behind a router every worker is asked, as only the router knows which one has the request; all at once, so
-        # that a worker that hangs delays no other
+        # to all workers of a router, which alone knows who has the request; at once, so that none waits for another
         await asyncio.gather(*(self._abort_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._transport.close()
 
     async def _abort_at(self, peer: Peer, calls: Sequence[Call]) -> None:
@@ -381,8 +377,7 @@ async def _run(setup: Setup) -> None:
 def main() -> None:
     """Read the setup from stdin and work until the trainer has ended."""
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
-    # SIGTERM too, but with a handler: children of the graders would inherit SIG_IGN
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; not SIG_IGN, which children of the graders would inherit
     setup: Setup = pickle.load(sys.stdin.buffer)
     die_with_parent(signal.SIGUSR2, setup.parent)
     sys.path[:] = setup.import_path

@@ -79,7 +79,6 @@ class Nodes:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node."""
         return self.of_rank[self.rank]
 
     @property
@@ -94,7 +93,6 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Number of nodes of the job."""
         return max(self.of_rank) + 1
 
 
@@ -102,7 +100,6 @@ class ClientRendezvous(msgspec.Struct, frozen=True):
     """Tells clients how to find rank 0, and ranks how to find the client of their node."""
 
     address: str
-    """Where rank 0 listens: the path of a unix socket, or host:port."""
     secret: bytes
     name: str
     """Part of the names of the directories for unix sockets."""
@@ -229,13 +226,10 @@ class Clients:
         self._lock = threading.Lock()
 
     def start(self, wanted_per_server: int) -> None:
-        """Wait for every client to connect, and send it its servers.
+        """Wait for every client to connect, and send it its servers. Raises RunAborted after `_START_S`.
 
         Args:
-            wanted_per_server: requests that a server would take at a time; logs if the limit on open files is lower.
-
-        Raises:
-            RunAborted: a client has not connected after `_START_S`.
+            wanted_per_server: requests in flight that a server would take; logs if a client can open fewer sockets.
         """
         deadline = time.monotonic() + _START_S
         needed = set(self._nodes)

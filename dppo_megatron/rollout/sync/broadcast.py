@@ -62,7 +62,6 @@ class BroadcastChannel(BucketChannel):
         """(name, outages so far) of the group's members when it was made."""
 
     def close(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             self._group.abandon()
         self._group, self._joined = None, []

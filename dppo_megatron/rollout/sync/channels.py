@@ -175,7 +175,6 @@ class DiskChannel(Channel):
         return on_each(self._fleet, members, load)
 
     def close(self) -> None:
-        """Delete the last snapshot."""
         if self._last is not None:
             shutil.rmtree(self._last, ignore_errors=True)
 

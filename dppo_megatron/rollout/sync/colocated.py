@@ -65,7 +65,6 @@ class SharedMemoryChannel(BucketChannel):
         """(server, worker) of this pass that read from this rank."""
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See `BucketChannel.push`."""
         self._offer_to([member.name for member in members])
         return super().push(tensors, members, version)
 
@@ -116,7 +115,6 @@ class SharedMemoryChannel(BucketChannel):
         return offers
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """See `BucketChannel._hand_over`."""
         of_worker: Offers = {}
         for part in offers:
             if isinstance(part, dict):

@@ -191,9 +191,8 @@ def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[l
 class Canary:
     """The canary of a run: a few short completions of one prompt from every server, scored by the actor.
 
-    It samples at most `CANARY_TOKENS` tokens, whatever the limit of a step, and without top_p and top_k, because the
-    actor's log-probabilities are those of the full distribution. Made on every rank; all have the same state, because
-    all get the same answers.
+    It samples at most `CANARY_TOKENS` tokens, whatever a step's limit, and without top_p and top_k, as the actor scores
+    with the full distribution. Made on every rank; all have the same state, because all get the same answers.
     """
 
     def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...]):

@@ -189,7 +189,6 @@ class ServerSide:
 
         Args:
             problem: what went wrong in the last pass.
-            passes: made in this sync.
             has_passed: the last action was a pass: from the third pass on, a wait comes between two passes.
             wait_until: monotonic time after which no server is waited for.
 
