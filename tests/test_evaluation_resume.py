@@ -125,7 +125,7 @@ def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "begun with something else (seed: 0, now 1; sets.s.top_p: 1.0, now 0.5)" in said
     for out in (killed, whole):
         assert main([*words, "--out", str(out)]) == 0
-    assert f"{len(left[1])} samples are there" in capsys.readouterr().out
+    assert f"{len(left[1])} samples are done" in capsys.readouterr().out
     assert read_samples(killed) == read_samples(whole) and {path.name for path in killed.iterdir()} == {
         "results.json",
         "samples.jsonl",

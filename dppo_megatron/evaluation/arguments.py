@@ -56,42 +56,42 @@ class _Target:
     where: str
 
 
-def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
+def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     """The checked settings, the output directory, and lines to print. Raises UserError."""
-    if given.limit < 0:
-        raise UserError(f"--limit {given.limit}: must not be negative")
-    is_config = given.model.endswith((".yaml", ".yml"))
-    if is_config and given.step is not None:
+    if arguments.limit < 0:
+        raise UserError(f"--limit {arguments.limit}: must not be negative")
+    is_config = arguments.model.endswith((".yaml", ".yml"))
+    if is_config and arguments.step is not None:
         raise UserError("--step belongs to a run directory, not to a config file")
     target, notes = None, tuple[str, ...]()
     if not is_config:
-        target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
-    own = _own_sets(target) if target is not None else {}
-    sets = _chosen_sets(given.sets, given.data, own)
+        target = _followed(Path(arguments.model)) if arguments.follow else _find_target(arguments.model, arguments.step)
+    run_sets = _run_sets(target) if target is not None else {}
+    sets = _chosen_sets(arguments.sets, arguments.data, run_sets)
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if sets:  # these replace all sets of the run or config; emptied first, so that sets of one name are not merged
         layers = [("--sets", {"data": {"eval_paths": {}, "eval_sets": {}}}), ("--sets", {"data": {"eval_sets": sets}})]
     if target is not None:
-        saved, notes = _without_servers(_settings_of(target), given.settings)
+        saved, notes = _without_servers(_settings_of(target), arguments.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, saved), ("MODEL", {"model": model}), *layers]
-    path = given.model if is_config else ""
-    layers += _set_overrides(path, given.settings, layers)
-    config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
+    path = arguments.model if is_config else ""
+    layers += _set_overrides(path, arguments.settings, layers)
+    config = load_config(path, list(arguments.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
     # keep only the templates of training sets: their stop tokens end completions in the run's own evaluations too
     trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
     data.train_path = ""
-    data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
+    data.train_sets = {name: TrainSetConfig(**asdict(one.template)) for name, one in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
-    overlong = data.overlong if any(item.startswith("data.overlong=") for item in given.settings) else None
-    if given.limit or overlong:  # an entry of eval_paths cannot have these settings
+    overlong = data.overlong if any(item.startswith("data.overlong=") for item in arguments.settings) else None
+    if arguments.limit or overlong:  # an entry of eval_paths cannot have these settings
         as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
         data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
-    if given.limit:
+    if arguments.limit:
         for one in data.eval_sets.values():
-            one.limit = min(given.limit, one.limit or given.limit)
-    return config, given.out or (Path("eval") / Path(given.model).stem if target is None else target.out), notes
+            one.limit = min(arguments.limit, one.limit or arguments.limit)
+    return config, arguments.out or (Path("eval") / Path(arguments.model).stem if target is None else target.out), notes
 
 
 def _set_overrides(
@@ -129,7 +129,7 @@ def _as_saved(target: _Target, names: Collection[str]) -> Config:
     return config_from_values({"data": saved}, target.where)
 
 
-def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
+def _run_sets(target: _Target) -> dict[str, dict[str, Any]]:
     """The evaluation sets of the run, with paths that are valid from here. Raises UserError for an invalid set."""
     data = _as_saved(target, ("eval_paths", "eval_sets")).data
     sets = {name: {"path": path} for name, path in data.eval_paths.items()}
@@ -205,10 +205,10 @@ def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
     """The sets with relative paths resolved against `data`. Raises UserError for a path that does not exist."""
     for name, values in sets.items():
-        own = values.get("path") or ""
-        if not own or own.startswith("hub:") or Path(own).is_absolute():
+        relative = values.get("path") or ""
+        if not relative or relative.startswith("hub:") or Path(relative).is_absolute():
             continue
-        path = (data or Path()) / own
+        path = (data or Path()) / relative
         if not path.exists():
             hint = "" if data else "; --data DIR says in which directory they are"
             raise UserError(
@@ -273,10 +273,10 @@ def _of_checkpoint(path: Path) -> _Target:
     return _Target(path, out, manifest.config, str(path / "manifest.json"))
 
 
-def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The settings without the run's server addresses, because these servers may serve another run by now, and an
     evaluation would load other weights into them; and without settings that need those servers, or that need any server
-    if the settings `given` on the command line name none. Also returns lines for the log."""
+    if the command line's `overrides` name none. Also returns lines for the log."""
     rollout = dict(settings.get("rollout") or {})
     engine, sync = rollout.pop("engine", "hf"), dict(rollout.get("sync") or {})
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
@@ -290,7 +290,7 @@ def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[di
             f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
             " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation"
         )
-    now = read_config("", [item for item in given if item.startswith("rollout")]).rollout
+    now = read_config("", [item for item in overrides if item.startswith("rollout")]).rollout
     dropped = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
     if dropped != "off":
         notes.append(f"the hf engine uses unquantized weights (the run: rollout.quantization = {dropped})")

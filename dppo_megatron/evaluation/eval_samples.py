@@ -121,8 +121,8 @@ def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
         score(
             name,
             problems=len(problems),
-            samples=1 + max(one.sample for of in problems.values() for one in of),
-            outcomes=[one.outcome for of in problems.values() for one in of],
+            samples=1 + max(one.sample for members in problems.values() for one in members),
+            outcomes=[one.outcome for members in problems.values() for one in members],
         )
         for name, problems in by_problem(samples).items()
     ]
@@ -186,7 +186,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a results.json. Raises UserError if it cannot be read, or is not one."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
+        if raw["format"] != FORMAT or not all(isinstance(one, dict) for one in raw["sets"].values()):
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

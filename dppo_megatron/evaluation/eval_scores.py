@@ -161,7 +161,7 @@ def mean(values: Iterable[float]) -> Estimate:
     """Mean over problems x_1 ... x_P with its standard error sqrt(sum (x_i - mean)^2 / (P (P - 1))).
 
     Example:
-        mean([1, 0, 0.5, 0.5])  # value 0.5, se 0.2041: deviations .5 .5 0 0, sqrt(.5 / 12); 0 to 1: t is 3.18
+        mean([1, 0, 0.5, 0.5])  # value 0.5, se 0.2041: deviations .5 .5 0 0, sqrt(.5 / 12); low 0, high 1: t is 3.18
     """
     x = np.array(list(values), dtype=np.float64)
     if not len(x):

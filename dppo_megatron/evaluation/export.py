@@ -50,7 +50,7 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
         raise UserError("--export writes to the directory that --out names")
     directory = Path(evaluation)
     if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
-        raise UserError(f"'{evaluation}': the evaluation has not ended; the command that began it goes on with it")
+        raise UserError(f"'{evaluation}': the evaluation has not ended; repeat its command to resume it")
     results, samples = read_results(directory / RESULTS), [_without_surrogates(one) for one in read_samples(directory)]
     samples.sort(key=lambda one: one.problem_index)
     problems = {name: list(by_id.values()) for name, by_id in by_problem(samples).items()}

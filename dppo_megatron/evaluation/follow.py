@@ -33,8 +33,8 @@ from dppo_megatron.types import UserError
 _POLL_S = 2.0
 
 
-def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[str]:
-    """Evaluate every checkpoint of the run at `given.model` until the run has ended; returns lines to print.
+def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> list[str]:
+    """Evaluate every checkpoint of the run at `arguments.model` until the run has ended; returns lines to print.
 
     Args:
         run: the run's id.
@@ -44,7 +44,7 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
         UserError: a mistake in the settings, before it waits for a checkpoint; or the run saves no checkpoints.
     """
     check_alone()
-    directory = Path(given.model)
+    directory = Path(arguments.model)
     saved, where = saved_values(directory / "config.yaml"), str(directory / "config.yaml")
     every = (saved.get("checkpoint") or {}).get("every_steps", 0)
     if not every:
@@ -52,8 +52,8 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
             f"'{directory}' saves no checkpoint before its end (checkpoint.every_steps = 0), so there is nothing to"
             " follow: set it, also when the run is resumed, or evaluate the end with `dppo-megatron eval RUN`"
         )
-    config, out, notes = prepare(given)
-    if given.out is None:
+    config, out, notes = prepare(arguments)
+    if arguments.out is None:
         _check_same_scores(config, config_from_values(saved, where, keep_references=False))
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, notes)) as used:

@@ -55,11 +55,11 @@ Levels = Mapping[str, Mapping[str, Estimate]]
 """Set -> level -> pass@1, levels in ascending order."""
 
 
-def evaluate_model(given: EvalArguments) -> list[str]:
+def evaluate_model(arguments: EvalArguments) -> list[str]:
     """Evaluate a model, write results.json and samples.jsonl, and return lines to print. Raises UserError for mistakes
     in the model, the sets or the settings, before anything is generated."""
     check_alone()
-    config, out, notes = prepare(given)
+    config, out, notes = prepare(arguments)
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, notes)) as used:
         samples = evaluate(used, used.job, out)
@@ -124,7 +124,7 @@ def evaluate(used: EngineAndGraders, job: Job, out: Path, more: Mapping[str, Any
     with closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)) as kept:
         check_out(out, RESULTS)  # again, under the lock: another process may have written results meanwhile
         if kept.samples:
-            show(f"going on with the evaluation in {out}: {len(kept.samples)} samples are there")
+            show(f"resuming the evaluation in {out}: {len(kept.samples)} samples are done")
         engine = used.engine(job)
         samples = used.evaluator.sample_alone(engine, kept)
         origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
@@ -149,9 +149,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "stop_token_ids": list(job.stop_token_ids),
         "reward": _deciding(asdict(config.reward)),
-        "sets": {
-            name: asdict(of) | {"reward": _deciding(asdict(of.reward))} for name, of in eval_set_configs(config).items()
-        },
+        "sets": {name: one | {"reward": _deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
             name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
@@ -160,7 +158,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
 
 
 def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
-    return {name: asdict(of) for name, of in eval_set_configs(config).items()}
+    return {name: asdict(one) for name, one in eval_set_configs(config).items()}
 
 
 def _deciding(reward: dict[str, Any]) -> dict[str, Any]:
@@ -171,8 +169,8 @@ def _deciding(reward: dict[str, Any]) -> dict[str, Any]:
 def _graded_by(config: Config) -> str:
     """A fingerprint of the graders' code, functions and limits; it does not depend on the number of processes."""
     settings = {
-        key: (of.functions or of.function, of.correct_from, of.timeout_s, of.memory_mb)
-        for key, of in set_rewards(config).items()
+        key: (one.functions or one.function, one.correct_from, one.timeout_s, one.memory_mb)
+        for key, one in set_rewards(config).items()
     }
     return sha256(repr((_grader_sources(config), settings)).encode()).hexdigest()[:12]
 
@@ -196,7 +194,7 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     for item in settings:
         if not item.startswith(("reward.", "seed=")):
             raise UserError(f"{item}: grading again only reads reward.* settings")
-    sets = {name: {"reward": of["reward"]} for name, of in before.get("sets", {}).items() if of.get("reward")}
+    sets = {name: {"reward": one["reward"]} for name, one in before.get("sets", {}).items() if one.get("reward")}
     if any(item.startswith("reward.function") for item in settings):
         sets = {}  # a grader named on the command line replaces those of all sets
     reward = dict(before.get("reward") or {})
@@ -322,7 +320,7 @@ def by_level(samples: Sequence[EvalSample]) -> Levels:
         if sample.level is not None:
             members.setdefault(sample.set, {}).setdefault(sample.level, []).append(sample)
     return {
-        name: {f"{level:.15g}": scores_of(of)[0].avg for level, of in sorted(levels.items())}
+        name: {f"{level:.15g}": scores_of(members)[0].avg for level, members in sorted(levels.items())}
         for name, levels in members.items()
         if 1 < len(levels) <= _MOST_LEVELS
     }
@@ -331,7 +329,7 @@ def by_level(samples: Sequence[EvalSample]) -> Levels:
 def level_lines(levels: Levels) -> list[str]:
     """One line per set: `math500 by level: 1 90.0 % ± 4.0 (43), 2 70.0 % ± 5.0 (90)`."""
     return [
-        f"{name} by level: " + ", ".join(f"{level} {percent(of)} ({of.problems})" for level, of in each.items())
+        f"{name} by level: " + ", ".join(f"{level} {percent(one)} ({one.problems})" for level, one in each.items())
         for name, each in levels.items()
     ]
 

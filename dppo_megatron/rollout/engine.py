@@ -1,5 +1,4 @@
-"""The interface between the training loop and a generation engine. Engines take and return token ids, so that text is
-never tokenized twice."""
+"""The interface of generation engines. They take and return token ids, so that text is never tokenized twice."""
 
 from __future__ import annotations
 
@@ -156,7 +155,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Replace all weights and count the weights version up by one.
+        """Replace all weights and increment the weights version.
 
         Args:
             release: called on every rank after each pass over `weights`, when the servers have their copies. The actor

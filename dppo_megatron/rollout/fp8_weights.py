@@ -151,7 +151,7 @@ def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
         if ways > 1 and not name.endswith(_NOT_SPLIT) and (size % ways or size // ways % least):
             raise UserError(
                 f"rollout.quantization = {rollout.quantization}: {size} rows or columns of {name} over {ways} workers"
-                f" are no whole blocks of {least}: lower --tensor-parallel-size in rollout.servers.args"
+                f" are not whole blocks of {least}: lower --tensor-parallel-size in rollout.servers.args"
             )
 
 

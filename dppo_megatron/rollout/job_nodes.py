@@ -80,7 +80,7 @@ class JobServers:
         answer keeps its device memory as long as it lives. Returns when the memory is free on every node."""
         ended = [server for server in self.local if server.url in out]
         for server in ended:
-            show(f"rollout: the launched server {server.url} is out; it is ended, for its memory, until the next sync")
+            show(f"rollout: the launched server {server.url} is out; ending it until the next sync, to free its memory")
         stop_all(ended)
         barrier()
 

@@ -249,8 +249,8 @@ class Clients:
             if room < wanted_per_server:
                 log(
                     f"rollout: the limit on open files (ulimit -n = {self._sockets[node] + OWN_FILES} on node {node})"
-                    f" lets each of its {len(mine)} servers have {room} requests in flight of {wanted_per_server}"
-                    f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"
+                    f" allows {room} requests in flight at each of its {len(mine)} servers, which would take"
+                    f" {wanted_per_server}; a limit of {len(mine) * wanted_per_server + OWN_FILES} would be enough"
                 )
 
     def add(self, address: ServerAddress) -> None:
@@ -290,7 +290,7 @@ class Clients:
             except OSError:
                 piece = b""
             if not piece:
-                raise RunAborted(f"the rollout client of node {node} has ended; what it held is lost")
+                raise RunAborted(f"the rollout client of node {node} has ended; its completions are lost")
             for message in map(FROM_CLIENT.decode, self._buffers[node].feed(piece)):
                 if isinstance(message, ClientLost):
                     raise RunAborted(f"the rollout client of node {node} cannot go on: {message.text}")

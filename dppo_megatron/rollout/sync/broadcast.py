@@ -144,7 +144,7 @@ class BroadcastChannel(BucketChannel):
         # a late server may have answered by now, but only because the broadcast was abandoned: it is at fault
         if late and not (is_broken or problem):
             for member in late:
-                self._fleet.mark_out(member, f"weight sync failed: it had not taken a bucket after {patience_s:g} s")
+                self._fleet.mark_out(member, f"weight sync failed: it did not take a bucket within {patience_s:g} s")
             is_broken = True
         if is_broken:
             self.close()
@@ -152,7 +152,7 @@ class BroadcastChannel(BucketChannel):
         try:
             problem = sending.result(self._timeout_s)  # does not block long: all servers have the bucket
         except TimeoutError:
-            problem = f"the broadcast was not taken in {self._timeout_s:g} s"
+            problem = f"the broadcast did not end within {self._timeout_s:g} s"
         if problem:
             raise RuntimeError(problem)
         return list(members)

@@ -57,7 +57,7 @@ class Channel(ABC):
 
     def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._fleet = cast(Fleet, fleet)  # used on rank 0, which talks to the servers
+        self._fleet = cast(Fleet, fleet)  # None on other ranks, which never use it
 
     @abstractmethod
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:

@@ -166,7 +166,7 @@ class SharedBuffer:
         target = self.memory[: flat.nbytes]
         if target.is_cuda:
             target.copy_(flat)
-            torch.cuda.synchronize(self.memory.device)  # a reader in another process knows nothing of our stream
+            torch.cuda.synchronize(self.memory.device)  # a reader in another process cannot wait for our stream
         else:  # numpy, as it copies in one thread: torch's threads would compete with an engine's that spin while idle
             np.copyto(target.numpy(), flat.numpy())
 

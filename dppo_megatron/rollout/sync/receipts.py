@@ -296,8 +296,8 @@ def canary_difference(
         if not mean <= bound:
             raise on_every_rank(
                 RunAborted(
-                    f"{server} scores a canary completion {mean:.3g} a token away from the actor, more than"
-                    f" rollout.sync.max_canary_logprob_diff = {bound:g}: it computes with other weights or another"
+                    f"{server} scores a canary completion differently from the actor: by {mean:.3g} per token, more"
+                    f" than rollout.sync.max_canary_logprob_diff = {bound:g}. It computes with other weights or another"
                     " model, or rounds them (rollout.quantization) by more than the bound allows."
                     " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
                 )
