@@ -166,7 +166,7 @@ def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
     presets = {path.stem: _read(path) for path in sorted(folder.glob("*.yaml"))}
     sets = {key: values for preset in presets.values() for key, values in preset.items()}
     if name not in presets and name not in sets:
-        known = ", ".join([*own, *presets, *sets]) or f"none, for {folder} is not there"
+        known = ", ".join([*own, *presets, *sets]) or f"none: {folder} does not exist"
         raise UserError(
             f"--sets {name}: not a preset or a set of one (known: {known}); give name=path for a set of your own"
         )

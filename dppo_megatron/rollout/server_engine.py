@@ -131,8 +131,8 @@ class ServerEngine(Engine):
             raise
         run = from_rank_zero(lambda: secrets.token_hex(4))
         fleet = self._zero.here(lambda zero: zero.fleet)
-        settle = partial(self._zero.here, lambda zero: zero.background.join())
-        self._sync = WeightSync(config.rollout, self._channel, fleet, settle, run, self._restart)
+        finish_requests = partial(self._zero.here, lambda zero: zero.background.join())
+        self._sync = WeightSync(config.rollout, self._channel, fleet, finish_requests, run, self._restart)
 
     @property
     def receivers(self) -> Sequence[int]:

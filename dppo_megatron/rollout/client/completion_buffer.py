@@ -63,7 +63,7 @@ class CompletionBuffer:
         with self._lock:
             return ticket in self._groups
 
-    def settle(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
+    def mark_ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
         """Mark a group as ready to be taken. Returns False if it was dropped meanwhile."""
         with self._lock:
             if ticket in self._groups:

@@ -244,7 +244,7 @@ class Client:
 
     def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> None:
         """Thread-safe."""
-        if self._buffer.settle(ticket, texts, grades):
+        if self._buffer.mark_ready(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))
 
     def _lost(self, error: BaseException) -> None:

@@ -69,7 +69,7 @@ class Receipt:
         """Whether no server answered the last time."""
         return self._missed > 0
 
-    def settle(self, answered: int, asked: int) -> None:
+    def record(self, answered: int, asked: int) -> None:
         """Record how many servers have answered. Raises RunAborted if none has, `MOST_MISSED` times in a row."""
         if answered or not asked:
             self._missed = 0
@@ -213,11 +213,11 @@ class Canary:
     def ask(self, engine: Engine, prompt: Prompt) -> None:
         """Request canary completions from all servers at once. An overdue canary first waits until everything that was
         started has been generated: at a server that is short of memory it could otherwise queue too long at every sync.
-        Collective. Raises RunAborted like `Receipt.settle`."""
+        Collective. Raises RunAborted like `Receipt.record`."""
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling, alone=self.is_overdue)
-        self._receipt.settle(len({server for server, _ in self._answers}), asked)
+        self._receipt.record(len({server for server, _ in self._answers}), asked)
 
     def judge(self, score: Score) -> dict[str, float]:
         """Compare the answers to the last `ask` with the actor; returns {} if that was done already. Collective. To be

@@ -36,15 +36,15 @@ class ServerSide:
     """The servers' state in the syncs of a run.
 
     Args:
-        settle_requests: waits until all requests have finished (`sync.in_flight` = finish). Called while servers are
+        finish_requests: waits until all requests have finished (`sync.in_flight` = finish). Called while servers are
             still live, because requests in the queue must be sampled under the old weights too.
     """
 
     def __init__(
-        self, rollout: RolloutConfig, channel: Channel, fleet: Fleet, settle_requests: Callable[[], None]
+        self, rollout: RolloutConfig, channel: Channel, fleet: Fleet, finish_requests: Callable[[], None]
     ) -> None:
         self._rollout, self._channel, self._fleet = rollout, channel, fleet
-        self._settle_requests = settle_requests
+        self._finish_requests = finish_requests
         self._timeout_s = rollout.limits.sync_timeout_s
         self._version, self._version_name = 0, ""
         self._checksums = Receipt("checksums")
@@ -58,7 +58,7 @@ class ServerSide:
         """Begin a sync: no server is live until it has the new version, which servers know as `name`. Returns whether
         this sync is to be proven."""
         if self._rollout.sync.in_flight == "finish":
-            self._settle_requests()
+            self._finish_requests()
         self._version, self._version_name = version, name
         self._fleet.expect(name)
         every = self._rollout.sync.verify_every
@@ -182,7 +182,7 @@ class ServerSide:
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
         self._tensors_verified = compared
-        self._checksums.settle(answered, len(members))
+        self._checksums.record(answered, len(members))
 
     def next(self, problem: Exception | None, passes: int, has_passed: bool, wait_until: float) -> Action:
         """Whether to make another pass, to wait a second for servers, or to end the sync.

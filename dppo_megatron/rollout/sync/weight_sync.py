@@ -30,12 +30,12 @@ class WeightSync:
 
     Args:
         fleet: None on ranks other than 0.
-        settle_requests: see `ServerSide`; called on rank 0.
+        finish_requests: see `ServerSide`; called on rank 0.
         restart: called on every rank before a pass and while waiting for servers; restarts the job's own servers.
         run: prefix of the version names at the servers (`wire.version_name`).
 
     Example:
-        sync = WeightSync(rollout, channel, fleet, settle_requests)
+        sync = WeightSync(rollout, channel, fleet, finish_requests)
         sync.sleep()                          # only with colocated servers: frees their memory for the actor
         is_proven = sync.to(actor.weights)    # version 1; servers wake up and generate with it
         sync.again()                          # the same version for servers that have come back since
@@ -46,13 +46,13 @@ class WeightSync:
         rollout: RolloutConfig,
         channel: Channel,
         fleet: Fleet | None,
-        settle_requests: Callable[[], None] = lambda: None,
+        finish_requests: Callable[[], None] = lambda: None,
         run: str = "",
         restart: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel, self._restart, self.run = channel, restart, run
         self._wait_s = rollout.limits.engine_wait_s
-        self._zero = OnRankZero(None if fleet is None else ServerSide(rollout, channel, fleet, settle_requests))
+        self._zero = OnRankZero(None if fleet is None else ServerSide(rollout, channel, fleet, finish_requests))
         self._weights: Weights | None = None
         self._release: Callable[[], None] = lambda: None
         self._is_proven = False
@@ -96,7 +96,7 @@ class WeightSync:
                 time.sleep(_RETRY_S)
             self._restart()
             if has_passed:
-                problem = self._pass_to_the_end(self._weights)
+                problem = self._make_pass(self._weights)
                 passes += 1
                 if passes == 1:
                     wait_until = time.monotonic() + self._wait_s
@@ -111,7 +111,7 @@ class WeightSync:
         """See `ServerSide.sleep`; the result is the same on every rank."""
         return self._zero.ask(lambda zero: zero.sleep(keeps=keeps))
 
-    def _pass_to_the_end(self, weights: Weights) -> Exception | None:
+    def _make_pass(self, weights: Weights) -> Exception | None:
         """One pass; on rank 0, returns what went wrong in it. Either all ranks iterate to the stream's end, or none
         begins."""
         members: list[Member] = []
@@ -141,9 +141,9 @@ class WeightSync:
             return problem
         if not self._zero.is_here:
             self._channel.take_part(stream, names)
-        # only if needed: hashing takes a second per gigabyte while servers are paused. `members` is empty but on rank 0
-        shown = self._is_proven and any(member.server.shows_checksums for member in members)
-        digests = Digests() if shown else None
+        # only if needed: hashing takes a second per gigabyte, while servers are paused. Other ranks have no members
+        compares = self._is_proven and any(member.server.shows_checksums for member in members)
+        digests = Digests() if compares else None
         attempt(lambda zero: zero.send(digests.tee(stream) if digests else stream, members))
         if stream_errors:  # not a problem of a server: the stream itself has failed here, and other ranks wait in it
             raise stream_errors[0]
