@@ -141,7 +141,7 @@ def test_damaged_lines_are_made_again(tmp_path: Path) -> None:
     kept = UnfinishedSamples(tmp_path, {"seed": 1})
     for sample in samples:
         kept.add(sample)
-    kept.grade(samples)
+    kept.add_verdicts(samples)
     kept.close()
     lines = (tmp_path / UNFINISHED).read_text().splitlines()
     lines[1], lines[6], lines[3] = lines[1][:-5], "null", "{}"
@@ -195,7 +195,7 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
             assert [one.is_graded for one in kept.samples.values()] == are_graded
             again = "2 samples are graded again: the graders" in "".join(said)
             assert again != all(are_graded)
-        kept.grade(samples)
+        kept.add_verdicts(samples)
         kept.close()
 
 
@@ -207,7 +207,7 @@ def test_what_failed_is_graded_again(tmp_path: Path) -> None:
     kept = UnfinishedSamples(tmp_path, {"seed": 1})
     for sample in samples:
         kept.add(sample)
-    kept.grade([samples[0], failed])
+    kept.add_verdicts([samples[0], failed])
     kept.close()
     left = read_unfinished(tmp_path)
     assert left is not None and [one.failure for one in left[1]] == ["", "down", ""]
@@ -215,7 +215,7 @@ def test_what_failed_is_graded_again(tmp_path: Path) -> None:
         again = UnfinishedSamples(tmp_path, {"seed": 1})
     assert [one.is_graded for one in again.samples.values()] == [True, False, False]
     assert "1 samples are graded again: the graders, their code or limits have changed, or grading failed" in said[0]
-    again.grade(samples[1:])
+    again.add_verdicts(samples[1:])
     again.close()
     assert list(UnfinishedSamples(tmp_path, {"seed": 1}).samples.values()) == samples
 

@@ -252,7 +252,7 @@ class UnfinishedSamples:
         self.samples[key_of(sample)] = sample
         self._append([{name: value for name, value in asdict(sample).items() if name not in _VERDICT}])
 
-    def grade(self, samples: Iterable[EvalSample]) -> None:
+    def add_verdicts(self, samples: Iterable[EvalSample]) -> None:
         """Store the verdicts of samples that were added before."""
         graded = list(samples)
         self.samples |= {key_of(one): one for one in graded}

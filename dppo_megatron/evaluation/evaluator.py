@@ -75,13 +75,13 @@ class Evaluator:
         return scores
 
     def sample(
-        self, engine: Engine, names: Collection[str] | None = None, kept: UnfinishedSamples | None = None
+        self, engine: Engine, names: Collection[str] | None = None, unfinished: UnfinishedSamples | None = None
     ) -> list[EvalSample]:
         """This rank's graded samples of every set, or of those in `names`.
 
         Args:
-            kept: stores each sample and each verdict as soon as it is there; samples that it has already are not made
-                again. Only without other ranks.
+            unfinished: stores each sample and each verdict as soon as it is there; samples that it has already are not
+                made again. Only without other ranks.
         """
         items = [
             (one, problem, sample)
@@ -90,7 +90,7 @@ class Evaluator:
             for problem in range(len(one.prompts))
             for sample in range(one.samples)
         ]
-        samples = dict(kept.samples) if kept is not None else {}
+        samples = dict(unfinished.samples) if unfinished is not None else {}
         missing = [item for item in items if (item[0].name, *item[1:]) not in samples]
         requests = [one.request(problem, sample) for one, problem, sample in missing]
         count = tokens = 0
@@ -100,8 +100,8 @@ class Evaluator:
             for count, (position, completion) in enumerate(engine.stream(requests, fallback), start=1):
                 one = _ungraded(*missing[position], completion)
                 samples[key_of(one)] = one
-                if kept is not None:
-                    kept.add(one)
+                if unfinished is not None:
+                    unfinished.add(one)
                 tokens += one.tokens
                 advance(min(count * ranks, total), tokens * ranks)  # an estimate: other ranks are about as far
             counts, tokens_of_all = zip(*gather_all([(count, tokens)]), strict=True)
@@ -109,13 +109,13 @@ class Evaluator:
         ungraded = [one for one in samples.values() if not one.is_graded]
         for graded in self._graders.graded_in_parts(ungraded):
             samples |= {key_of(one): one for one in graded}
-            if kept is not None:
-                kept.grade(graded)
+            if unfinished is not None:
+                unfinished.add_verdicts(graded)
         return [samples[key] for one, *place in items if (key := (one.name, *place)) in samples]
 
-    def sample_alone(self, engine: Engine, kept: UnfinishedSamples | None = None) -> list[EvalSample]:
+    def sample_alone(self, engine: Engine, unfinished: UnfinishedSamples | None = None) -> list[EvalSample]:
         """`sample` in a single process, with the votes that maj@k counts."""
-        return self._graders.with_equal_votes(self.sample(engine, kept=kept))
+        return self._graders.with_equal_votes(self.sample(engine, unfinished=unfinished))
 
     def close(self) -> None:
         self._graders.close()

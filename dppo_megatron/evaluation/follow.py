@@ -56,8 +56,8 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
     if arguments.out is None:
         _check_same_scores(config, config_from_values(saved, where, keep_references=False))
     check_out(out, RESULTS)
-    with closing(EngineAndGraders(config, out, notes)) as used:
-        follower = _Follower(used, directory / "checkpoints", run, out, every)
+    with closing(EngineAndGraders(config, out, notes)) as shared:
+        follower = _Follower(shared, directory / "checkpoints", run, out, every)
         state = "running"
         while state == "running" or follower.left():  # checked after the run's end, for the last checkpoint
             follower.evaluate_left()
@@ -92,11 +92,11 @@ def _check_same_scores(config: Config, of_run: Config) -> None:
 
 
 class _Follower:
-    def __init__(self, used: EngineAndGraders, root: Path, run: str, out: Path, every: int) -> None:
-        self._used, self._root, self._run, self._out, self._every = used, root, run, out, every
+    def __init__(self, shared: EngineAndGraders, root: Path, run: str, out: Path, every: int) -> None:
+        self._shared, self._root, self._run, self._out, self._every = shared, root, run, out, every
         self._missed: set[int] = set()
         """Steps whose checkpoints were reported as missing."""
-        without_model = {name: value for name, value in about(used.job, out).items() if not name.startswith("model")}
+        without_model = {name: value for name, value in about(shared.job, out).items() if not name.startswith("model")}
         self._about = {"run": run, **without_model}
         """Must be the same for all evaluations in one directory."""
         for path in sorted(out.glob(f"step_*/{RESULTS}")):
@@ -123,8 +123,8 @@ class _Follower:
             step, path = left[0]
             self._report_missed(step)
             try:
-                job = with_checkpoint(self._used.job, path)
-                samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
+                job = with_checkpoint(self._shared.job, path)
+                samples = evaluate(self._shared, job, self._out / path.name, {"step": step, "about": self._about})
                 show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
             except Exception:
                 if not isinstance(read_manifest(path), str):

@@ -61,8 +61,8 @@ def evaluate_model(arguments: EvalArguments) -> list[str]:
     check_alone()
     config, out, notes = prepare(arguments)
     check_out(out, RESULTS)
-    with closing(EngineAndGraders(config, out, notes)) as used:
-        samples = evaluate(used, used.job, out)
+    with closing(EngineAndGraders(config, out, notes)) as shared:
+        samples = evaluate(shared, shared.job, out)
     return [*table(scores_of(samples)), *level_lines(by_level(samples)), "", f"{out}/: {RESULTS}, {SAMPLES}"]
 
 
@@ -113,7 +113,7 @@ class EngineAndGraders:
             self._engine.close()
 
 
-def evaluate(used: EngineAndGraders, job: Job, out: Path, more: Mapping[str, Any] | None = None) -> list[EvalSample]:
+def evaluate(shared: EngineAndGraders, job: Job, out: Path, more: Mapping[str, Any] | None = None) -> list[EvalSample]:
     """Sample and grade the sets with the weights of `job.checkpoint`, and write the results to `out`. Resumes an
     evaluation in `out` that was killed.
 
@@ -121,16 +121,16 @@ def evaluate(used: EngineAndGraders, job: Job, out: Path, more: Mapping[str, Any
         more: further fields of results.json.
     """
     settings = {"reward": asdict(job.config.reward), "sets": _sets_of(job.config)}
-    with closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)) as kept:
+    with closing(UnfinishedSamples(out, about(job, out), _graded_by(job.config), settings)) as unfinished:
         check_out(out, RESULTS)  # again, under the lock: another process may have written results meanwhile
-        if kept.samples:
-            show(f"resuming the evaluation in {out}: {len(kept.samples)} samples are done")
-        engine = used.engine(job)
-        samples = used.evaluator.sample_alone(engine, kept)
+        if unfinished.samples:
+            show(f"resuming the evaluation in {out}: {len(unfinished.samples)} samples are done")
+        engine = shared.engine(job)
+        samples = shared.evaluator.sample_alone(engine, unfinished)
         origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
         with progress(f"writing {out}"):
             write_results(out, samples, scores_of(samples), job.config, origin)
-            kept.finished()
+            unfinished.finished()
     return samples
 
 
