@@ -31,7 +31,7 @@ SCALE = "_scale_inv"
 _ROUNDS_AGAIN = "VLLM_USE_DEEP_GEMM_E8M0"
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 _NOT_SPLIT = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-_LARGEST = 448.0
+_LARGEST = 448.0  # the largest finite float8_e4m3fn
 _LEAST_AMAX = 1e-4
 """Lower bound for the largest magnitude of a block, as in DeepGEMM: without it a block of zeros would have scale 0."""
 _ROWS = 16 * BLOCK

@@ -133,7 +133,7 @@ class ServerSide:
         """Resume generation on the servers that took the weights; compare checksums if `digests` are given."""
         self._reach("finishing")
         self._wake(took, "kv_cache")
-        self._open(took, self._version_name)
+        self._resume(took, self._version_name)
         if digests is not None and self._fleet.live:
             self._reach("proving")
             self._compare(digests)
@@ -149,7 +149,7 @@ class ServerSide:
 
         on_each(self._fleet, [m for m in members if what in m.asleep], wake, doing="waking up")
 
-    def _open(self, members: Sequence[Member], version: str) -> None:
+    def _resume(self, members: Sequence[Member], version: str) -> None:
         """Resume generation and read back the weights version. Members that report `version` are live."""
 
         def finish(member: Member) -> None:
