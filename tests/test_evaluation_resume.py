@@ -30,7 +30,7 @@ from dppo_megatron.evaluation.eval_samples import (
     read_samples,
     read_unfinished,
 )
-from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, one_spelling
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, common_spellings
 from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
@@ -300,9 +300,9 @@ def test_verdicts_come_as_they_are_given() -> None:
 def test_equal_wrong_answers_are_one_vote() -> None:
     """1/2, 0.5 and \\frac{2}{4} of one problem, under the commonest spelling; another problem's are its own."""
     votes = [(0, "0.5"), (0, "1/2"), (0, "1/2"), (0, r"\frac{2}{4}"), (0, "3"), (1, "0.5"), (1, "(1,2)"), (1, "(1, 2)")]
-    found = one_spelling(votes)
+    found = common_spellings(votes)
     assert {found[0, one] for one in ("0.5", "1/2", r"\frac{2}{4}")} == {"1/2"}
-    whole = one_spelling([(0, "7"), (0, "007"), (0, "8")])
+    whole = common_spellings([(0, "7"), (0, "007"), (0, "8")])
     assert whole[0, "7"] == whole[0, "007"] != whole[0, "8"]
     assert found[0, "3"] == "3" and found[1, "0.5"] == "0.5" and found[1, "(1,2)"] == found[1, "(1, 2)"]
 
@@ -311,6 +311,6 @@ def test_comparisons_of_votes_end() -> None:
     """64 answers that all differ, of each of 1,000 problems, as text beyond the bound; every one keeps its own vote."""
     asked = []
     votes = [(problem, f"a_{{{one}}}") for problem in range(1000) for one in range(64)]
-    found = one_spelling(votes, lambda answer, other: bool(asked.append(answer)))
+    found = common_spellings(votes, lambda answer, other: bool(asked.append(answer)))
     assert 19_000 < len(asked) <= 20_000
     assert all(found.get(vote, vote[1]) == vote[1] for vote in votes)

@@ -69,8 +69,8 @@ class Evaluator:
             if names is None or one.name in names:
                 own = [outcome for set_name, outcome in outcomes if set_name == one.name]
                 if self._graders.is_math(one.name):  # on one rank, as the grader compares answers at random points
-                    common = from_rank_zero(partial(spellings, own))
-                    own = [replace(outcome, vote=counted_as(outcome, common)) for outcome in own]
+                    common = from_rank_zero(partial(wrong_spellings, own))
+                    own = [replace(outcome, vote=counted_vote(outcome, common)) for outcome in own]
                 scores.append(score(one.name, len(one.prompts), one.samples, own))
         return scores
 
@@ -166,13 +166,13 @@ class SetGraders:
         return [*(one.function for one in reward.functions.values()), reward.function][0] in _MATH_GRADERS
 
     def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
-        """The samples with the votes that maj@k counts (`one_spelling`)."""
+        """The samples with the votes that maj@k counts (`common_spellings`)."""
         common = {
-            name: spellings(one.outcome for one in samples if one.set == name)
+            name: wrong_spellings(one.outcome for one in samples if one.set == name)
             for name in {one.set for one in samples}
             if self.is_math(name)
         }
-        return [replace(one, vote=counted_as(one.outcome, common.get(one.set, {}))) for one in samples]
+        return [replace(one, vote=counted_vote(one.outcome, common.get(one.set, {}))) for one in samples]
 
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
         """Grade all samples, even those with verdicts; yields parts in order, each as soon as it is done. All parts are
@@ -255,7 +255,7 @@ def _equal(answer: str, other: str) -> bool:
     return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
 
 
-def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
+def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
     """The spelling under which to count each vote: for equal answers to a problem, their most frequent spelling.
 
     1/2 and 0.5 must count as two votes for one answer. Correct answers already count as one answer, however they are
@@ -263,7 +263,7 @@ def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equa
     can tell whether two answers are equal; answers of other graders are compared as text.
 
     Example:
-        one_spelling([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
+        common_spellings([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
     """
     counts: dict[int, Counter[str]] = {}
     for problem, spelling in votes:
@@ -282,12 +282,14 @@ def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equa
     return common
 
 
-def spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
-    """`one_spelling` of a set's wrong answers."""
-    return one_spelling((one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None)
+def wrong_spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
+    """`common_spellings` of a set's wrong answers."""
+    return common_spellings(
+        (one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None
+    )
 
 
-def counted_as(outcome: SampleOutcome, common: Mapping[Vote, str]) -> str | None:
+def counted_vote(outcome: SampleOutcome, common: Mapping[Vote, str]) -> str | None:
     """The vote of an outcome; that of a wrong answer under its common spelling."""
     if outcome.correct is not False or outcome.vote is None:
         return outcome.vote

@@ -110,14 +110,14 @@ class Setup:
 
 
 class Client:
-    """The process's state. Everything but `_text`, `_graded` and `_serve_ranks` runs in the event loop."""
+    """The process's state. Everything but `_detokenize`, `_graded` and `_serve_ranks` runs in the event loop."""
 
     def __init__(self, setup: Setup, control: socket.socket) -> None:
         self._setup, self._control = setup, control
         self._buffer = CompletionBuffer()
         self._attempts: dict[int, tuple[Submit, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
         self._sockets = raise_file_limit() - OWN_FILES
         self._servers = ServerConnections(self._sockets)
@@ -189,7 +189,7 @@ class Client:
             # each later weights version began with a prefill of the prompt and of the tokens sampled before it
             read_again = sum(prompt + start for one in sampled for _, start, _ in one.weights_versions[1:])
             self._send(Completed(submit.ticket, lengths, list(reasons), spans, read_again))
-            self._texts.submit(self._text, submit, sampled)
+            self._text_thread.submit(self._detokenize, submit, sampled)
 
     async def _sample(self, submit: Submit) -> list[Sampled]:
         """Raises like `ServerConnections.generate`."""
@@ -205,7 +205,7 @@ class Client:
                 self._start_task(self._servers.abort(unique.server, unique.group))
         raise AssertionError("the last try returns or raises")
 
-    def _text(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
+    def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
         """Detokenize a group and start its grading; runs in the text thread."""
         try:
             detokenizer = self._setup.detokenizer
@@ -313,8 +313,8 @@ class ServerConnections:
             raise Unreachable(f"{server.peer.url}: no complete answer after {submit.timeout_s:g} s") from None
         except OurFault as error:
             raise OurFault(
-                f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
-                " on open files (ulimit -n)"
+                f"the rollout client can open no more connections ({error}); it opens at most {self._sockets},"
+                " because of its limit on open files (ulimit -n)"
             ) from None
         finally:
             self._running.discard(group.request_id)
