@@ -146,7 +146,7 @@ class _Receiving:
     [
         (("refuses", "hangs", "answers"), True, {"b": "weight sync failed: no answer"}),
         (("refuses", "refuses"), False, dict.fromkeys("ab", "our end of the broadcast failed (OSError: no route)")),
-        (("answers", "answers"), True, dict.fromkeys("ab", "it had not taken a bucket after 3 s")),
+        (("answers", "answers"), True, dict.fromkeys("ab", "it did not take a bucket within 3 s")),
     ],
 )
 def test_who_waits_for_a_broken_broadcast_is_released_in_time(

@@ -126,7 +126,7 @@ def test_a_client_has_the_graders_of_its_ranks(
     grader = setup.hook()["reward"]  # type: ignore[index]
     assert grader.num_processes == 24 and grader._pace.free() == 100, "a second's share of 6,000 in a minute"
     of_ranks: Any = object.__new__(ServerEngine)
-    of_ranks._nodes, of_ranks._owners = Nodes(tuple(rank // 8 for rank in range(64)), 9), [0]
+    of_ranks._nodes, of_ranks._client_nodes = Nodes(tuple(rank // 8 for rank in range(64)), 9), [0]
     of_ranks.description = "servers of others"
     hooks: list[Any] = []
     monkeypatch.setattr(server_engine, "ServerEngine", lambda *_, client_hook: hooks.append(client_hook) or of_ranks)

@@ -150,11 +150,11 @@ def test_a_replica_that_dies_idle_is_noticed(
     job, reference = prepare_job(config, 1), Reference(files / "model", 5)
     with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
         server = _only_server(engine)
-        engine.rest()
+        engine.sleep()
         engine.load_weights(reference.weights)
         before = _group(server, config.rollout)
         _killer(server, config.rollout)()
-        engine.rest()
+        engine.sleep()
         assert [state.partition(":")[0] for state in engine.health().values()] == ["out"]
         engine.load_weights(reference.weights)
         assert engine.health() == {server.url: "live"} and _group(server, config.rollout) != before
@@ -311,8 +311,8 @@ def _asks_for_its_key(server: LaunchedServer, engine: str) -> None:
 
 
 def _only_server(engine: ServerEngine) -> LaunchedServer:
-    assert engine._own is not None
-    [server] = engine._own.here
+    assert engine._job_servers is not None
+    [server] = engine._job_servers.local
     return server
 
 

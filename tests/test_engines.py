@@ -31,7 +31,7 @@ from support.tiny import write_model
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.rollout.client.messages import ServerAddress
-from dppo_megatron.rollout.client.process import Asker
+from dppo_megatron.rollout.client.process import ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers import vllm
@@ -462,8 +462,8 @@ def test_a_group_that_is_ended_while_its_prompt_is_read_is_not_asked_for() -> No
     posted: list[Call] = []
 
     async def once() -> list[Sampled]:
-        asker, is_read = Asker(8), asyncio.Event()
-        asker.know([ServerAddress(Peer(url), SGLangDialect(19))])
+        connections, is_read = ServerConnections(8), asyncio.Event()
+        connections.add([ServerAddress(Peer(url), SGLangDialect(19))])
 
         async def post(server: ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
             posted.extend(calls)
@@ -474,10 +474,10 @@ def test_a_group_that_is_ended_while_its_prompt_is_read_is_not_asked_for() -> No
             ended.extend(json.loads(call.body)["rid"] for call in calls)
             is_read.set()
 
-        asker._post_all, asker._end_at = post, end_at  # type: ignore[method-assign]
-        asking = asyncio.create_task(asker.ask(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0)))
+        connections._post_all, connections._abort_at = post, end_at  # type: ignore[method-assign]
+        asking = asyncio.create_task(connections.generate(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0)))
         await asyncio.sleep(0)
-        await asker.end(url, group)
+        await connections.abort(url, group)
         return await asking
 
     found = asyncio.run(once())

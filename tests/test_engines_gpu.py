@@ -76,7 +76,7 @@ def test_every_channel_and_sleep(files: Path, tmp_path: Path, engine_name: str, 
         for seed in (1, 2):
             reference = Reference(files / "model", seed)
             free_awake = torch.cuda.mem_get_info()[0]
-            engine.rest()
+            engine.sleep()
             if colocated:
                 freed = torch.cuda.mem_get_info()[0] - free_awake
                 assert freed > 0.1 * torch.cuda.mem_get_info()[1], "a sleeping server gives its memory back"

@@ -328,7 +328,7 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     first, again, other = tmp_path / "first", tmp_path / "again", tmp_path / "other"
     assert main(["eval", str(trained), "--out", str(first)]) == 0
     assert main(["eval", "--rescore", str(first), "--out", str(again)]) == 0
-    assert "\n0 of 57 samples are judged otherwise" in capsys.readouterr().out
+    assert "\n0 of 57 samples are judged differently" in capsys.readouterr().out
     assert (again / "samples.jsonl").read_bytes() == (first / "samples.jsonl").read_bytes()
     scores = [json.loads((path / "results.json").read_text())["scores"] for path in (first, again)]
     assert scores[0] == scores[1]
@@ -403,7 +403,7 @@ def test_what_cannot_be_written_is_said_first(
         assert main(["eval", *arguments, "--out", str(samples)]) == 2
         assert "already holds an evaluation" in capsys.readouterr().err
     assert main(["eval", "--rescore", str(samples)]) == 2
-    assert "results.json' is no results of an evaluation" in capsys.readouterr().err
+    assert "results.json' holds no results of an evaluation" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["eval", model, *sets]) == 2
     assert "without torchrun" in capsys.readouterr().err
@@ -469,12 +469,12 @@ BAD = {
     "no_directory": (["nowhere", "--sets", "six"], "'nowhere': no such directory"),
     "no_model": (["{tmp}", "--sets", "six"], "holds neither config.json"),
     "no_sets": (["{model}"], "there is no set to evaluate on: give --sets"),
-    "unknown_set": (["{model}", "--sets", "aime99"], "no preset and no set of one (known: six, math500, amc23"),
+    "unknown_set": (["{model}", "--sets", "aime99"], "not a preset or a set of one (known: six, math500, amc23"),
     "preset_without_data": (["{model}", "--sets", "six"], "--data DIR says in which directory"),
     "twice": (["{model}", "--sets", "a={heldout}", "a={heldout}"], "the set 'a' is given twice"),
     "no_name": (["{model}", "--sets", "={heldout}"], "expected name=path"),
     "no_file": (["{model}", "--sets", "a=nowhere.jsonl"], "'nowhere.jsonl': no such file"),
-    "step_of_a_model": (["{model}", "--step", "3", "--sets", "a={heldout}"], "is no run directory"),
+    "step_of_a_model": (["{model}", "--step", "3", "--sets", "a={heldout}"], "is not a run directory"),
     "no_samples": (["{model}", "--sets", "a={heldout}", "eval.samples=0"], "eval.samples = 0: must be"),
     "top_p": (["{model}", "--sets", "a={heldout}", "eval.top_p=0"], "eval.top_p = 0.0: must be"),
     "temperature": (["{model}", "--sets", "a={heldout}", "eval.temperature=nan"], "eval.temperature = nan"),
@@ -487,9 +487,12 @@ BAD = {
     "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
     "limit": (["{model}", "--sets", "a={heldout}", "--limit", "-1"], "--limit -1: must not be negative"),
     "compare_nothing": (["--compare", "nowhere", "{heldout}"], "'nowhere' cannot be read: No such file or directory;"),
-    "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: no sample of an evaluation"),
-    "compare_scores": (["--compare", "{tmp}/results.json", "{tmp}"], "results.json' is no samples.jsonl: name the one"),
-    "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: no sample of an evaluation"),
+    "compare_no_samples": (["--compare", "{heldout}", "{heldout}"], "heldout.jsonl:1: not a sample of an evaluation"),
+    "compare_scores": (
+        ["--compare", "{tmp}/results.json", "{tmp}"],
+        "results.json' is not samples.jsonl: name the one",
+    ),
+    "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: not a sample of an evaluation"),
     "both": (["--rescore", "x", "--compare", "x", "y"], "give one of them"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
 }

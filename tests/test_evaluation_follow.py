@@ -98,7 +98,7 @@ def test_each_checkpoint_is_evaluated_beside_the_run(followed: tuple[Path, str],
     """Killed and called again: the samples are those of an evaluation that was never killed, of steps 2 and 4, and the
     report has their scores where the run has none of its own."""
     run_dir, said = followed
-    assert "40 samples are there" in said and said.count("going on with the evaluation") == 1
+    assert "40 samples are done" in said and said.count("resuming the evaluation") == 1
     assert "the run has ended (finished), 2 of its checkpoints are evaluated" in said
     steps = sorted((run_dir / "eval" / "follow").iterdir())
     assert [path.name for path in steps] == ["step_000002", "step_000004"]
@@ -146,7 +146,7 @@ def test_what_is_gone_is_reported_and_what_differs_refused(
         str(run_dir), *SETTINGS[1:], "eval.samples=7"
     )
     assert "limit = 3 (the run: 0)" in refused(str(run_dir), *SETTINGS, "--limit", "3")
-    assert "otherwise: another reward. Its report" in refused(str(run_dir), *SETTINGS, "reward.function=final_answer")
+    assert "settings: another reward. Its report" in refused(str(run_dir), *SETTINGS, "reward.function=final_answer")
     assert "temperature = 0.5 (the run: 1.0)" in refused(str(run_dir), "eval.temperature=0.5")
     assert "leave out --step" in refused(str(run_dir), "--step", "2")
     assert "holds no config.yaml" in refused(str(tmp_path))

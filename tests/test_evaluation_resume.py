@@ -30,7 +30,7 @@ from dppo_megatron.evaluation.eval_samples import (
     read_samples,
     read_unfinished,
 )
-from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, one_spelling
+from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, common_spellings
 from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
@@ -125,7 +125,7 @@ def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "begun with something else (seed: 0, now 1; sets.s.top_p: 1.0, now 0.5)" in said
     for out in (killed, whole):
         assert main([*words, "--out", str(out)]) == 0
-    assert f"{len(left[1])} samples are there" in capsys.readouterr().out
+    assert f"{len(left[1])} samples are done" in capsys.readouterr().out
     assert read_samples(killed) == read_samples(whole) and {path.name for path in killed.iterdir()} == {
         "results.json",
         "samples.jsonl",
@@ -141,7 +141,7 @@ def test_damaged_lines_are_made_again(tmp_path: Path) -> None:
     kept = UnfinishedSamples(tmp_path, {"seed": 1})
     for sample in samples:
         kept.add(sample)
-    kept.grade(samples)
+    kept.add_verdicts(samples)
     kept.close()
     lines = (tmp_path / UNFINISHED).read_text().splitlines()
     lines[1], lines[6], lines[3] = lines[1][:-5], "null", "{}"
@@ -193,9 +193,9 @@ def test_verdicts_of_an_edited_grader_are_not_kept(tmp_path: Path, capsys: pytes
                 kept.add(sample)
         else:
             assert [one.is_graded for one in kept.samples.values()] == are_graded
-            again = "2 samples are graded again: the graders were others" in "".join(said)
+            again = "2 samples are graded again: the graders" in "".join(said)
             assert again != all(are_graded)
-        kept.grade(samples)
+        kept.add_verdicts(samples)
         kept.close()
 
 
@@ -207,15 +207,15 @@ def test_what_failed_is_graded_again(tmp_path: Path) -> None:
     kept = UnfinishedSamples(tmp_path, {"seed": 1})
     for sample in samples:
         kept.add(sample)
-    kept.grade([samples[0], failed])
+    kept.add_verdicts([samples[0], failed])
     kept.close()
     left = read_unfinished(tmp_path)
     assert left is not None and [one.failure for one in left[1]] == ["", "down", ""]
     with logged(said.append):
         again = UnfinishedSamples(tmp_path, {"seed": 1})
     assert [one.is_graded for one in again.samples.values()] == [True, False, False]
-    assert "1 samples are graded again: the graders were others, had other code or limits, or had failed" in said[0]
-    again.grade(samples[1:])
+    assert "1 samples are graded again: the graders, their code or limits have changed, or grading failed" in said[0]
+    again.add_verdicts(samples[1:])
     again.close()
     assert list(UnfinishedSamples(tmp_path, {"seed": 1}).samples.values()) == samples
 
@@ -300,9 +300,9 @@ def test_verdicts_come_as_they_are_given() -> None:
 def test_equal_wrong_answers_are_one_vote() -> None:
     """1/2, 0.5 and \\frac{2}{4} of one problem, under the commonest spelling; another problem's are its own."""
     votes = [(0, "0.5"), (0, "1/2"), (0, "1/2"), (0, r"\frac{2}{4}"), (0, "3"), (1, "0.5"), (1, "(1,2)"), (1, "(1, 2)")]
-    found = one_spelling(votes)
+    found = common_spellings(votes)
     assert {found[0, one] for one in ("0.5", "1/2", r"\frac{2}{4}")} == {"1/2"}
-    whole = one_spelling([(0, "7"), (0, "007"), (0, "8")])
+    whole = common_spellings([(0, "7"), (0, "007"), (0, "8")])
     assert whole[0, "7"] == whole[0, "007"] != whole[0, "8"]
     assert found[0, "3"] == "3" and found[1, "0.5"] == "0.5" and found[1, "(1,2)"] == found[1, "(1, 2)"]
 
@@ -311,6 +311,6 @@ def test_comparisons_of_votes_end() -> None:
     """64 answers that all differ, of each of 1,000 problems, as text beyond the bound; every one keeps its own vote."""
     asked = []
     votes = [(problem, f"a_{{{one}}}") for problem in range(1000) for one in range(64)]
-    found = one_spelling(votes, lambda answer, other: bool(asked.append(answer)))
+    found = common_spellings(votes, lambda answer, other: bool(asked.append(answer)))
     assert 19_000 < len(asked) <= 20_000
     assert all(found.get(vote, vote[1]) == vote[1] for vote in votes)

@@ -238,11 +238,11 @@ def test_a_sync_of_a_real_model_is_about_half(tmp_path: Path, name: str) -> None
     [
         ("qwen3_8b", "vllm", "--tensor-parallel-size 2 --data-parallel-size 4", ""),
         ("qwen3_8b", "vllm", "--tensor-parallel-size 8", ""),  # each key head has a worker of its own
-        ("qwen3_4b", "vllm", "-tp 8", "down_proj.weight over 8 workers are no whole blocks of 128"),
+        ("qwen3_4b", "vllm", "-tp 8", "down_proj.weight over 8 workers are not whole blocks of 128"),
         ("qwen3_30b_a3b", "vllm", "--tensor-parallel-size 2 --data-parallel-size 4", ""),  # in blocks of 32
-        ("qwen3_30b_a3b", "sglang", "--tp 4", "experts.0.down_proj.weight over 4 workers are no whole blocks of 128"),
+        ("qwen3_30b_a3b", "sglang", "--tp 4", "experts.0.down_proj.weight over 4 workers are not whole blocks of 128"),
         ("qwen3_30b_a3b", "sglang", "--tp 4 --ep-size=4", ""),
-        ("qwen3_30b_a3b", "sglang", "--tp 64 --ep 64", "o_proj.weight over 64 workers are no whole blocks of 128"),
+        ("qwen3_30b_a3b", "sglang", "--tp 64 --ep 64", "o_proj.weight over 64 workers are not whole blocks of 128"),
         ("qwen3_30b_a3b", "sglang", "--tp 64 --ep 64 --attn-dp-size 2", ""),  # heads are split within each half
         ("qwen3_8b", "vllm", "--tensor-parallel-size two", "rollout.servers.args: argument --tensor-parallel-size"),
     ],

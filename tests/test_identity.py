@@ -39,7 +39,7 @@ from dppo_megatron.config.server_args import CODE_OPTIONS, KEY_OPTIONS, OWN_OPTI
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import serve
 from dppo_megatron.rollout.client.messages import ServerAddress
-from dppo_megatron.rollout.client.process import Asker
+from dppo_megatron.rollout.client.process import ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
@@ -83,13 +83,13 @@ def _ask(url: str, key: str) -> None:
     """As a rollout client asks for a completion."""
 
     async def once() -> None:
-        asker = Asker(8)
-        asker.know([ServerAddress(Peer(url, key, proves=True), VLLMDialect())])
+        connections = ServerConnections(8)
+        connections.add([ServerAddress(Peer(url, key, proves=True), VLLMDialect())])
         group = GenerateRequest("id", (2, 3), 1, 5, 4)
         try:
-            await asker.ask(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0))
+            await connections.generate(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0))
         finally:
-            await asker.close()
+            await connections.close()
 
     asyncio.run(once())
 
@@ -193,8 +193,8 @@ def test_a_port_that_is_taken_at_a_restart(files: Path, tmp_path: Path, monkeypa
         [first, second] = rank_zero(engine).fleet.members
         for step in range(1, 5):
             if step == 2:
-                assert engine._own is not None
-                killed = engine._own.here[0]
+                assert engine._job_servers is not None
+                killed = engine._job_servers.local[0]
                 _kill(killed)
                 impostor = Impostor(killed.port)
             engine.load_weights(lambda: iter([("lm_head.weight", torch.zeros(2, 2))]))
@@ -218,12 +218,12 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     [server] = launch_servers(config)
     try:
         served = serve.Served(server, config, addresses, "name")
-        until(lambda: (served.look(), not served.is_starting)[1])
+        until(lambda: (served.check(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)
         with Impostor(server.port) as impostor:
             with pytest.raises(RunAborted, match=f"{server.url} ended with code 1 before it was ready(.|\n)*in use"):
-                until(lambda: (served.look(), False)[1])
+                until(lambda: (served.check(), False)[1])
             impostor.assert_it_got_questions_only(was_asked=False)  # the server may have ended before the first look
         assert not list(addresses.iterdir())
     finally:
@@ -240,13 +240,13 @@ def test_a_server_that_hangs_is_started_again_by_serve(
     [server] = launch_servers(config)
     try:
         served = serve.Served(server, config, addresses, "name")
-        until(lambda: (served.look(), not served.is_starting)[1])
+        until(lambda: (served.check(), not served.is_starting)[1])
         hung = server.process
         assert hung is not None and list(addresses.iterdir())
         os.killpg(hung.pid, signal.SIGSTOP)
-        until(lambda: (served.look(), server.process is not hung)[1])
+        until(lambda: (served.check(), server.process is not hung)[1])
         assert hung.poll() is not None and not list(addresses.iterdir())
-        until(lambda: (served.look(), not served.is_starting)[1])
+        until(lambda: (served.check(), not served.is_starting)[1])
         assert list(addresses.iterdir())
     finally:
         stop_all([server])

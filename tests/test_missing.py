@@ -458,7 +458,7 @@ def test_what_is_asked_for_again_goes_where_its_group_goes() -> None:
     held = CompletionBuffer()
     for ticket, index in enumerate([4, 0, 2, 1, 3, 2, 0]):
         held.put(ticket, BufferedGroup(index, []))
-        held.settle(ticket, [str(ticket)], ())
+        held.mark_ready(ticket, [str(ticket)], ())
     shares = [[(one.index, *one.texts) for one in held.take(share, 3)] for share in range(3)]
     assert shares == [[(1, "3"), (4, "0")], [(0, "1"), (0, "6"), (3, "4")], [(2, "2"), (2, "5")]]
 

@@ -81,7 +81,7 @@ def test_what_is_shipped_is_found_in_an_empty_directory(python: Path, tmp_path: 
     assert _python(python, tmp_path, "-c", load).returncode == 0
     refused = _run(python, tmp_path, "eval", "configs/quickstart.yaml", "--sets", "six")
     assert "CONFIG: configs/quickstart.yaml of this directory" in refused.stderr
-    assert "--sets six: the set 'math500' needs 'math500/test.jsonl', which is not there" in refused.stderr
+    assert "--sets six: the set 'math500' needs 'math500/test.jsonl', which does not exist" in refused.stderr
 
 
 @pytest.mark.long

@@ -115,10 +115,10 @@ def test_a_client_ends_with_the_rank_that_has_started_it(tmp_path: Path) -> None
     """Though rank 0 lives and holds its connection; so do the directories of its sockets."""
     listener = Listener(1)
     clients = Clients(listener, [], [], nodes=[0])
-    path = listener.meeting.take_path(0)
+    path = listener.rendezvous.take_path(0)
 
     def start() -> NodeClient:
-        node = NodeClient(Setup(0, listener.meeting.address, listener.meeting.secret, path))
+        node = NodeClient(Setup(0, listener.rendezvous.address, listener.rendezvous.secret, path))
         (tmp_path / "client").write_text(str(node.process.pid))
         return node
 
@@ -374,7 +374,7 @@ def test_what_is_handed_over_is_what_was_held(lengths: list[list[int]], random: 
 
 def test_ranks_and_servers_find_their_clients() -> None:
     nodes = Nodes.of([0, 0, 2, 2, 0], 3)
-    assert (nodes.node, nodes.neighbours, nodes.is_first, nodes.count) == (1, [2, 3], False, 2)
+    assert (nodes.node, nodes.local_ranks, nodes.is_first, nodes.count) == (1, [2, 3], False, 2)
     urls = ["http://a:1", "http://b:1", "http://127.0.0.1:2", "http://c:1"]
     assert owners(urls, 2) == [0, 1, 0, 0] and owners(urls, 2, launched_on=[0, 0, 1, 1]) == [0, 0, 1, 1]
 
@@ -393,7 +393,7 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
     try:
         engine._sync.run = ""  # as the stubs call their weights
         if engine._zero.is_here:
-            assert not two_nodes or rank_zero(engine).meeting.address.startswith("127.0.0.2:")
+            assert not two_nodes or rank_zero(engine).rendezvous.address.startswith("127.0.0.2:")
             sync(rank_zero(engine).fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]

@@ -417,12 +417,12 @@ def _starts_of_a_silent_server(config: Config, addresses: Path, *silent_s: float
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
         served = serve_module.Served(Running([], {}, addresses / "log"), config, addresses, "name")
-        patch.setattr(served, "_ask", ask)
-        served.look()
+        patch.setattr(served, "_probe", ask)
+        served.check()
         answers[0], found = False, []
         for more_s in (0.0, *silent_s):
             now[0] += more_s
-            served.look()
+            served.check()
             found.append(starts[0])
     return found[1:]
 

@@ -138,8 +138,8 @@ def _as_two_nodes(config: Config, killed: int) -> dict[str, Any]:
     found: dict[int, Completion] = {}
     try:
         assert engine._nodes.count == 2
-        assert engine._own is not None
-        mine: list[Any] = engine._own.here
+        assert engine._job_servers is not None
+        mine: list[Any] = engine._job_servers.local
         pids = gather_all([(engine._nodes.node, server.process.pid) for server in mine])
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         states = []
@@ -186,17 +186,17 @@ def test_a_server_that_hangs_leaves_its_memory_to_the_actor(
     with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
         weights = [(name, job.checkpoint.get(name)) for name in list(job.checkpoint.names)[:3]]
         engine.load_weights(lambda: iter(weights))
-        assert engine._own is not None and len(rank_zero(engine).fleet.live) == 2
-        hanging, good = engine._own.here
+        assert engine._job_servers is not None and len(rank_zero(engine).fleet.live) == 2
+        hanging, good = engine._job_servers.local
         before: list[Any] = [hanging.process, good.process]
         os.killpg(before[0].pid, signal.SIGSTOP)
         os.waitpid(before[0].pid, os.WUNTRACED)  # all of its threads have stopped
-        engine.rest()
+        engine.sleep()
         assert before[0].poll() is not None and good.is_running
         assert [bool(member.asleep) for member in rank_zero(engine).fleet.members if member.state != "out"] == [True]
         engine.load_weights(lambda: iter(weights))
         assert hanging.is_running and hanging.process is not before[0] and good.process is before[1]
-        engine.rest()  # waits until it has started
+        engine.sleep()  # waits until it has started
         engine.load_weights(lambda: iter(weights))
         assert len(rank_zero(engine).fleet.live) == 2
 

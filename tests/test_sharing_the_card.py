@@ -97,7 +97,7 @@ class SharingEngine(HFEngine):
     def health(self) -> dict[str, str]:
         return {"server": "live"}
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self.holds = "nothing"
         self.note("rest")
 

@@ -546,7 +546,7 @@ def test_no_answer_is_no_proof_and_no_outage(running: Running, monkeypatch: pyte
     monkeypatch.setattr(Silent, "silent", False)
     assert sync.to(lambda: _weights(1)) and not sync.to(lambda: _weights(1))
     monkeypatch.setattr(Silent, "silent", True)
-    sync._proves = True
+    sync._is_proven = True
     _server_side(sync)._checksums._missed = MOST_MISSED - 1
     with pytest.raises(RunAborted, match="no rollout server has answered for its checksums"):
         sync.to(lambda: _weights(1))

@@ -52,8 +52,8 @@ class Intake:
         listener = Listener(1)
         addresses = [ServerAddress(Peer(url), dialect_of(canned.engine)) for url in urls]
         self.clients = Clients(listener, addresses, [0] * servers)
-        self._secret, self._path = listener.meeting.secret, listener.meeting.take_path(0)
-        setup = Setup(0, listener.meeting.address, self._secret, self._path, detokenizer, hook)
+        self._secret, self._path = listener.rendezvous.secret, listener.rendezvous.take_path(0)
+        setup = Setup(0, listener.rendezvous.address, self._secret, self._path, detokenizer, hook)
         self.node = NodeClient(setup)
         self.clients.start(groups_each)
         config = RolloutConfig()

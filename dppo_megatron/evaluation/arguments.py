@@ -1,8 +1,8 @@
-"""Resolves the command line of `eval`: which model, which sets, which settings, and where results go.
+"""Resolves the command line of `eval`: which model, which sets, which settings, and where results are written.
 
-A set is given as the name of a preset (`six`) or of a set in one (`aime24`), as name=path, or in a YAML file with only
-`data` and `eval`, which apply to its own sets. Settings under `eval.` or `data.` on the command line override those of
-files.
+A set is given as the name of a preset (`six`) or of one set in a preset (`aime24`), as name=path, or in a YAML file.
+The file has only `data` and `eval`, which apply to its own sets. Settings under `eval.` or `data.` on the command line
+override those of files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
 _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
-
 _COMMON = {item.name for item in fields(EvalSetConfig)} - {"where", "overlong"}
-"""What a set that leaves it out has from `data` or `eval`; rows are left out of an evaluation by its own entry only, or
-by an `overlong` of the command line or of a file of sets."""
+"""Settings that a set inherits from `data` or `eval`. Not `overlong`: rows of an evaluation set are dropped only if its
+own entry, the command line or a file of sets says so, never because of the training data's setting."""
 _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
@@ -42,7 +41,7 @@ class EvalArguments:
     out: Path | None = None
     limit: int = 0
     follow: bool = False
-    """`model` is a run, which may not have a checkpoint yet."""
+    """`model` is a run directory, and need not have a checkpoint yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,71 +49,72 @@ class _Target:
     """A model to evaluate and the settings that come with it."""
 
     model: Path | None
-    """Directory of a Hugging Face or a Megatron distributed checkpoint, with its tokenizer; None: the settings'."""
+    """Directory of a Hugging Face or Megatron distributed checkpoint, with its tokenizer; None: that of `settings`."""
     out: Path
-    """Where results go unless --out says otherwise."""
+    """Output directory without --out."""
     settings: Mapping[str, Any]
     where: str
 
 
-def prepare(given: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
+def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     """The checked settings, the output directory, and lines to print. Raises UserError."""
-    if given.limit < 0:
-        raise UserError(f"--limit {given.limit}: must not be negative")
-    is_config = given.model.endswith((".yaml", ".yml"))
-    if is_config and given.step is not None:
+    if arguments.limit < 0:
+        raise UserError(f"--limit {arguments.limit}: must not be negative")
+    is_config = arguments.model.endswith((".yaml", ".yml"))
+    if is_config and arguments.step is not None:
         raise UserError("--step belongs to a run directory, not to a config file")
-    target, said = None, tuple[str, ...]()
+    target, notes = None, tuple[str, ...]()
     if not is_config:
-        target = _followed(Path(given.model)) if given.follow else _find_target(given.model, given.step)
-    own = _own_sets(target) if target is not None else {}
-    sets = _chosen_sets(given.sets, given.data, own)
+        target = _followed(Path(arguments.model)) if arguments.follow else _find_target(arguments.model, arguments.step)
+    run_sets = _run_sets(target) if target is not None else {}
+    sets = _chosen_sets(arguments.sets, arguments.data, run_sets)
     layers: list[tuple[str, Mapping[str, Any]]] = []
-    if sets:  # instead of those of the run or config, also where a name is the same
+    if sets:  # these replace all sets of the run or config; emptied first, so that sets of one name are not merged
         layers = [("--sets", {"data": {"eval_paths": {}, "eval_sets": {}}}), ("--sets", {"data": {"eval_sets": sets}})]
     if target is not None:
-        own, said = _without_servers(_settings_of(target), given.settings)
+        saved, notes = _without_servers(_settings_of(target), arguments.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
-        layers = [(target.where, own), ("MODEL", {"model": model}), *layers]
-    path = given.model if is_config else ""
-    layers += _said_for_all(path, given.settings, layers)
-    config = load_config(path, list(given.settings), writes_run=False, purpose="evaluate", layers=layers)
+        layers = [(target.where, saved), ("MODEL", {"model": model}), *layers]
+    path = arguments.model if is_config else ""
+    layers += _set_overrides(path, arguments.settings, layers)
+    config = load_config(path, list(arguments.settings), writes_run=False, purpose="evaluate", layers=layers)
     data = config.data
-    # of training sets their templates alone: where those end a turn, the run's own evaluations end completions too
+    # keep only the templates of training sets: their stop tokens end completions in the run's own evaluations too
     trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
     data.train_path = ""
-    data.train_sets = {name: TrainSetConfig(**asdict(of.template)) for name, of in trained.items()}
+    data.train_sets = {name: TrainSetConfig(**asdict(one.template)) for name, one in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
-    overlong = data.overlong if any(item.startswith("data.overlong=") for item in given.settings) else None
-    if given.limit or overlong:  # which a path alone cannot have
+    overlong = data.overlong if any(item.startswith("data.overlong=") for item in arguments.settings) else None
+    if arguments.limit or overlong:  # an entry of eval_paths cannot have these settings
         as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
         data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
-    if given.limit:
-        for of in data.eval_sets.values():
-            of.limit = min(given.limit, of.limit or given.limit)
-    return config, given.out or (Path("eval") / Path(given.model).stem if target is None else target.out), said
+    if arguments.limit:
+        for one in data.eval_sets.values():
+            one.limit = min(arguments.limit, one.limit or arguments.limit)
+    return config, arguments.out or (Path("eval") / Path(arguments.model).stem if target is None else target.out), notes
 
 
-def _said_for_all(
+def _set_overrides(
     path: str, settings: Sequence[str], layers: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """Layers in which what the command line says for all sets, such as eval.samples or data.template, is in place of
-    what each has of its own; what it says of one set goes before that."""
-    said = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}  # data.chat_template_kwargs.x too
-    keys = {key for key in {*_COMMON, "overlong"} if {f"data.{key}", f"eval.{key}"} & said}
+    """Layers by which settings for all sets on the command line, such as eval.samples or data.template, override each
+    set's own. A command-line setting of a single set still has priority over these."""
+    # two parts of each key, since data.chat_template_kwargs.x counts as data.chat_template_kwargs
+    first_two = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}
+    keys = {key for key in {*_COMMON, "overlong"} if {f"data.{key}", f"eval.{key}"} & first_two}
     if not keys:
         return []
     data = read_config(path, list(settings), layers).data
     values = config_values(data)
-    # of a template's settings the value itself, for it goes before what the set's `template` says
+    # None makes a set inherit; template settings need the value itself, else the set's `template` would override them
     of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & {*_TEMPLATE, "overlong"}})
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
 def _settings_of(target: _Target) -> dict[str, Any]:
-    """Of the run or checkpoint, as far as they are of use here."""
+    """The settings of the run or checkpoint that an evaluation uses."""
     settings, data = dict(target.settings), dict(target.settings.get("data") or {})
-    for key in ("checkpoint", "run_dir", "sft", "actor"):  # of the trainer, or about files that may be absent here
+    for key in ("checkpoint", "run_dir", "sft", "actor"):  # the trainer's, or about files that may not exist here
         settings.pop(key, None)
     for key in ("train_path", "train_sets"):
         data.pop(key, None)
@@ -122,15 +122,15 @@ def _settings_of(target: _Target) -> dict[str, Any]:
 
 
 def _as_saved(target: _Target, names: Collection[str]) -> Config:
-    """A config that has these sets of the run's and the templates of its `data`. Raises UserError for what is none."""
+    """A config with only the run's sets in `names` and its template settings. Raises UserError if they are invalid."""
     saved = target.settings.get("data") or {}
     if isinstance(saved, dict):
         saved = {key: value for key, value in saved.items() if key in {*names, *_TEMPLATE}}
     return config_from_values({"data": saved}, target.where)
 
 
-def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
-    """Those of the run, with paths that hold from here. Raises UserError for sets that are none."""
+def _run_sets(target: _Target) -> dict[str, dict[str, Any]]:
+    """The evaluation sets of the run, with paths that are valid from here. Raises UserError for an invalid set."""
     data = _as_saved(target, ("eval_paths", "eval_sets")).data
     sets = {name: {"path": path} for name, path in data.eval_paths.items()}
     return sets | {name: config_values(entry) for name, entry in data.eval_sets.items()}
@@ -139,9 +139,9 @@ def _own_sets(target: _Target) -> dict[str, dict[str, Any]]:
 def _chosen_sets(
     words: Sequence[str], data: Path | None, own: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """`data.eval_sets` for the sets that `words` name; `data` is the directory that relative paths of presets and files
-    are in, `own` are the run's. Raises UserError for a name that is in neither, or a duplicate one."""
-    found: dict[str, dict[str, Any]] = {}
+    """`data.eval_sets` for the sets that `words` name: presets and files, whose relative paths are in the directory
+    `data`, and the run's own sets. Raises UserError for an unknown or a duplicate name."""
+    chosen: dict[str, dict[str, Any]] = {}
     for word in words:
         name, separator, path = word.partition("=")
         new: dict[str, dict[str, Any]] = {}
@@ -154,73 +154,74 @@ def _chosen_sets(
         else:
             for part in word.split(","):
                 new |= {part: own[part]} if part in own and not data else _located(_preset(part, own), part, data)
-        if both := found.keys() & new.keys():
+        if both := chosen.keys() & new.keys():
             raise UserError(f"--sets: the set '{min(both)}' is given twice; names must differ")
-        found |= new
-    return found
+        chosen |= new
+    return chosen
 
 
 def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
-    """All sets of a preset, or the one set of that name."""
+    """All sets of the preset `name`, or the one set of that name in a preset. `own`: names for the error message."""
     folder = shipped("configs", "eval")
     presets = {path.stem: _read(path) for path in sorted(folder.glob("*.yaml"))}
     sets = {key: values for preset in presets.values() for key, values in preset.items()}
     if name not in presets and name not in sets:
-        known = ", ".join([*own, *presets, *sets]) or f"none, for {folder} is not there"
+        known = ", ".join([*own, *presets, *sets]) or f"none: {folder} does not exist"
         raise UserError(
-            f"--sets {name}: no preset and no set of one (known: {known}); give name=path for a set of your own"
+            f"--sets {name}: not a preset or a set of one (known: {known}); give name=path for a set of your own"
         )
     return presets[name] if name in presets else {name: sets[name]}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    """The sets of a file, each with the file's common settings."""
+    """The sets of a YAML file, each with the file's common settings."""
     try:
         source = Source(f"--sets {path}", has_lines=True)
         raw = plain(parse(path.read_text(encoding="utf-8"), source), source)
         data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
-        general = {key: value for key, value in (data | sampling).items() if key in {*_COMMON, "overlong"}}
-        found = {str(name): _over(general, values) for name, values in sets.items()}
+        common = {key: value for key, value in (data | sampling).items() if key in {*_COMMON, "overlong"}}
+        merged = {str(name): _merged(common, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
     except (AttributeError, TypeError, ValueError):
         raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
-    if not found:
+    if not merged:
         raise UserError(f"--sets {path}: has no set under data.eval_sets")
-    # raises what is wrong with them
-    config_from_values({"data": data | {"eval_sets": found}, "eval": sampling, **raw}, f"--sets {path}")
-    return found
+    # called for the errors that it raises
+    config_from_values({"data": data | {"eval_sets": merged}, "eval": sampling, **raw}, f"--sets {path}")
+    return merged
 
 
-def _over(general: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A set's settings over a file's: null is as in a config left out, and a `template` fixes all of a template's."""
-    said = {key: value for key, value in own.items() if value is not None}
-    fixed = _TEMPLATE if said.get("template") else set()
-    return {key: value for key, value in general.items() if key not in fixed} | said
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A set's own settings over the file's common ones. As in a config, null means not set, and with a `template` of
+    its own a set inherits no template settings."""
+    present = {key: value for key, value in own.items() if value is not None}
+    not_inherited = _TEMPLATE if present.get("template") else set()
+    return {key: value for key, value in common.items() if key not in not_inherited} | present
 
 
 def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> dict[str, dict[str, Any]]:
-    """The sets with relative paths resolved against `data`. Raises UserError for a missing one."""
+    """The sets with relative paths resolved against `data`. Raises UserError for a path that does not exist."""
     for name, values in sets.items():
-        own = values.get("path") or ""
-        if not own or own.startswith("hub:") or Path(own).is_absolute():
+        relative = values.get("path") or ""
+        if not relative or relative.startswith("hub:") or Path(relative).is_absolute():
             continue
-        path = (data or Path()) / own
+        path = (data or Path()) / relative
         if not path.exists():
             hint = "" if data else "; --data DIR says in which directory they are"
             raise UserError(
-                f"--sets {word}: the set '{name}' needs '{path}', which is not there{hint} (`dppo-megatron data` writes"
-                " the known sets)"
+                f"--sets {word}: the set '{name}' needs '{path}', which does not exist{hint} (`dppo-megatron data`"
+                " writes the known sets)"
             )
         values["path"] = str(path)
     return sets
 
 
 def _find_target(text: str, step: int | None) -> _Target:
-    """A Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, converted ones too). Raises
-    UserError: it is none of these, or the run has no checkpoint of `step`."""
+    """The target of a Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, or a converted
+    one). Raises UserError if it is none of these, or the run has no checkpoint of `step`."""
     path = Path(text)
     if not path.is_dir():
         raise UserError(
@@ -229,7 +230,7 @@ def _find_target(text: str, step: int | None) -> _Target:
         )
     is_model, is_run = (path / "config.json").is_file(), (path / "config.yaml").is_file()
     if step is not None and not is_run:
-        raise UserError(f"--step {step}: '{text}' is no run directory (it has no config.yaml)")
+        raise UserError(f"--step {step}: '{text}' is not a run directory (it has no config.yaml)")
     if is_run and not is_model:
         return _of_run(path, step)
     if is_model and (path / "manifest.json").is_file():
@@ -242,15 +243,15 @@ def _find_target(text: str, step: int | None) -> _Target:
 
 
 def _of_run(run: Path, step: int | None) -> _Target:
-    there_are = named(run / "checkpoints")
-    steps = {number: path for number, path in there_are if not isinstance(read_manifest(path), str)}
+    found = named(run / "checkpoints")
+    steps = {number: path for number, path in found if not isinstance(read_manifest(path), str)}
     if step is not None:
         if step not in steps:
-            there = ", ".join(str(number) for number in sorted(steps)) or "none"
-            raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {there}")
+            existing = ", ".join(str(number) for number in sorted(steps)) or "none"
+            raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {existing}")
         model = steps[step]
     elif (run / "hf" / "config.json").is_file() and ((run / "summary.json").is_file() or not steps):
-        model = run / "hf"  # without summary.json the run goes on, and has written it at an earlier end
+        model = run / "hf"  # without summary.json, hf/ is from an earlier end of a run that has been resumed
     elif steps:
         model = steps[max(steps)]
     else:
@@ -265,52 +266,51 @@ def _followed(run: Path) -> _Target:
 def _of_checkpoint(path: Path) -> _Target:
     manifest = read_manifest(path)
     if isinstance(manifest, str):
-        raise UserError(f"'{path}' is no complete checkpoint: {manifest}")
+        raise UserError(f"'{path}' is not a complete checkpoint: {manifest}")
     # runs/x/checkpoints/step_000020 -> runs/x/eval/step_000020
     run = path.resolve().parent.parent
     out = (run if (run / "config.yaml").is_file() else Path()) / "eval" / path.resolve().name
     return _Target(path, out, manifest.config, str(path / "manifest.json"))
 
 
-def _without_servers(settings: dict[str, Any], given: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Drop the run's server addresses, for they may serve another run by now, and an evaluation loads other weights;
-    and what only those servers can do, or servers at all if the settings `given` on the command line name none. Returns
-    lines for the log too."""
+def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings without the run's server addresses, because these servers may serve another run by now, and an
+    evaluation would load other weights into them; and without settings that need those servers, or that need any server
+    if the command line's `overrides` name none. Also returns lines for the log."""
     rollout = dict(settings.get("rollout") or {})
     engine, sync = rollout.pop("engine", "hf"), dict(rollout.get("sync") or {})
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
-    for key in ("async_steps", "speculation"):  # no scores depend on them
+    for key in ("async_steps", "speculation"):  # scores do not depend on these
         rollout.pop(key, None)
-    if sync.get("channel") in ("ipc", "nccl"):  # from the memory of a GPU
+    if sync.get("channel") in ("ipc", "nccl"):  # these send from a GPU's memory; here weights come from files
         del sync["channel"]
-    said = []
+    notes = []
     if engine != "hf":
-        said.append(
+        notes.append(
             f"the run's {engine} servers are not used, they may be another run's by now; rollout.engine={engine} with"
             " rollout.servers.launch=local or rollout.servers.endpoints=[...] names servers for this evaluation"
         )
-    now = read_config("", [item for item in given if item.startswith("rollout")]).rollout
-    held = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
-    if held != "off":
-        said.append(f"the weights are not rounded (the run: rollout.quantization = {held}), which the hf engine cannot")
-    return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(said)
+    now = read_config("", [item for item in overrides if item.startswith("rollout")]).rollout
+    dropped = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
+    if dropped != "off":
+        notes.append(f"the hf engine uses unquantized weights (the run: rollout.quantization = {dropped})")
+    return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
 
 
 def _defaults(model: Path) -> dict[str, Any]:
-    """Settings for a model alone: its dtype, and a prompt for a boxed answer, as a chat turn if it has a template."""
+    """Settings for a model without a run: its dtype, and a template for boxed answers, as a chat if it has one."""
     config = _read_json(model / "config.json")
     dtype = config.get("dtype") or config.get("torch_dtype")
-    chats = (model / "chat_template.jinja").is_file() or _read_json(model / "tokenizer_config.json").get(
-        "chat_template"
-    )
+    tokenizer = _read_json(model / "tokenizer_config.json")
+    has_template = (model / "chat_template.jinja").is_file() or tokenizer.get("chat_template")
     return {
         "model": {"dtype": dtype if dtype in ("float32", "bfloat16") else "bfloat16"},
-        "data": {"template": "chat_boxed" if chats else "plain_boxed"},
+        "data": {"template": "chat_boxed" if has_template else "plain_boxed"},
     }
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty if it cannot be read: what is wrong with it is reported where the model is read."""
+    """Empty if it cannot be read: the error is reported where the model is loaded."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

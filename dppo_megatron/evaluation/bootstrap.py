@@ -1,8 +1,8 @@
 """Paired bootstrap: is the difference between two evaluations (`eval --compare A B`), or between runs over several
 seeds, more than noise?
 
-Pairing is essential: problems differ in difficulty far more than two models differ in what they solve. Problems are
-resampled rather than samples, because the samples of one problem are not independent of each other.
+Pairing is essential, because problems differ in difficulty far more than two models differ in what they solve. Problems
+are resampled instead of samples, because the samples of one problem are not independent of each other.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Difference:
     high: float | None
     """97.5 % quantile."""
     p: float | None
-    """Two-sided: twice the smaller share of resampled differences at or beyond 0, plus one resample for safety, so
-    that it is never 0."""
+    """Two-sided p-value: twice the smaller share of resampled differences at or beyond 0, counting one resample more,
+    so that it is never 0."""
 
     @property
     def within_noise(self) -> bool:
-        """The interval holds 0, or there is none."""
+        """Whether the interval contains 0, or there is no interval."""
         return self.low is None or self.high is None or self.low <= 0.0 <= self.high
 
     def as_json(self) -> dict[str, Any]:
@@ -62,13 +62,13 @@ class Difference:
 def paired_bootstrap(
     sets: Mapping[str, tuple[FloatArray, FloatArray]], *, resamples: int = RESAMPLES
 ) -> list[Difference]:
-    """The difference on each set, and, where there are several, of the mean over sets.
+    """The difference on each set and, if there are several sets, of the mean over sets.
 
     Args:
-        sets: for each, the share of correct samples of every problem [P] under A and under B, problems in one order.
+        sets: for each set the share of correct samples of every problem [P], under A and under B, in the same order.
 
     Returns:
-        One row a set in their order, then `all`: every set is resampled on its own and weighs the same.
+        One row per set, then `all`: sets are resampled independently and have equal weight.
     """
     drawn = {name: _resampled(b - a, name, resamples) for name, (a, b) in sets.items()}
     rows = [_difference(name, [pair], drawn[name]) for name, pair in sets.items()]
@@ -78,32 +78,31 @@ def paired_bootstrap(
 
 
 def bootstrap_over_seeds(pairs: Sequence[tuple[FloatArray, FloatArray]], *, same_problems: bool = False) -> Difference:
-    """The difference of runs on several seeds: seeds are drawn with putting back, then problems of each drawn seed.
+    """The difference of runs on several seeds: seeds are drawn with replacement, then the problems of each drawn seed.
 
-    Problems alone would give an interval that is too narrow: two runs of one method on one seed can end further apart
-    than their problems explain. With one seed it is the bootstrap over problems.
+    Resampling problems alone would give too narrow an interval: two runs of one method on one seed can differ by more
+    than their problems explain. With one seed, this is the bootstrap over problems.
 
     Args:
-        pairs: for each seed the share of correct samples of every problem [P] under A and under B, at least one seed.
-        same_problems: all seeds have the same, in one order. They are then drawn once for all seeds: what a method is
-            better at on these very problems does not average out over seeds.
+        pairs: for each seed the share of correct samples of every problem [P], under A and under B; at least one seed.
+        same_problems: all seeds have the same problems, in the same order. Then one draw of problems serves all seeds:
+            an advantage that a method has on these particular problems does not average out over seeds.
     """
     draw = generator(0, "bootstrap over seeds and problems", len(pairs))
-    # one stream of draws for all seeds where they have the same problems: row r of each is the same problems then
+    # with the same problems, seeds share one stream of draws, so that row r has the same problems for every seed
     names = ["the problems" if same_problems else f"seed {index}" for index in range(len(pairs))]
     means = np.stack([_resampled(b - a, name, RESAMPLES) for name, (a, b) in zip(names, pairs, strict=True)])
     chosen = draw.integers(len(pairs), size=(RESAMPLES, len(pairs)))
-    # any resample of a seed's problems will do, and a seed that is drawn twice is to have two
+    # rows are drawn too, so that a seed that is drawn twice gets two different resamples of its problems
     rows = draw.integers(RESAMPLES, size=(RESAMPLES, 1 if same_problems else len(pairs)))
     return _difference("all", pairs, means[chosen, rows].mean(axis=1))
 
 
 def _resampled(differences: FloatArray, name: str, resamples: int) -> FloatArray:
-    """[resamples] mean difference over as many problems drawn with putting back; equal for equal input. In slices:
-    10,000 draws of 5,000 problems need no 400 MB."""
+    """[resamples] mean difference over equally many problems drawn with replacement; deterministic."""
     draw = generator(0, f"bootstrap {name}")
     count = len(differences)
-    slice_size = max(1, 2_000_000 // count)
+    slice_size = max(1, 2_000_000 // count)  # at once, 10,000 draws of 5,000 problems would need 400 MB
     parts = [
         differences[draw.integers(count, size=(min(slice_size, resamples - start), count))].mean(axis=1)
         for start in range(0, resamples, slice_size)
@@ -112,33 +111,33 @@ def _resampled(differences: FloatArray, name: str, resamples: int) -> FloatArray
 
 
 def _difference(name: str, pairs: Sequence[tuple[FloatArray, FloatArray]], drawn: FloatArray) -> Difference:
-    """Of the means over `pairs`, which weigh the same, with what was drawn of it."""
+    """The difference of the means over `pairs`, with equal weight; `drawn`: its resampled values."""
     problems = sum(len(a) for a, _ in pairs)
     a, b = (float(np.mean([pair[which].mean() for pair in pairs])) for which in (0, 1))
     if any(len(a) < 2 for a, _ in pairs):
         return Difference(name, problems, a, b, b - a, None, None, None)
     low, high = (float(value) for value in np.quantile(drawn, (0.025, 0.975)))
-    rounding = 1e-12  # rounding of sums of thirds and the like, where the true difference is 0
+    rounding = 1e-12  # sums of thirds and the like have rounding errors where the true difference is 0
     beyond = min(int((drawn <= rounding).sum()), int((drawn >= -rounding).sum()))
     return Difference(name, problems, a, b, b - a, low, high, min(1.0, 2 * (beyond + 1) / (len(drawn) + 1)))
 
 
 _Problems: TypeAlias = Mapping[str, Sequence[EvalSample]]
-"""Of a set, the samples of each problem by its id."""
+"""Problem id -> samples, of one set."""
 
 
 def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[str]:
-    """Compare two evaluations; returns lines for people.
+    """Compare two evaluations; returns lines to print.
 
-    Sets that only one of them has are left out and named. A set that both have must contain the same problems in both:
-    a problem in only one of them would distort the comparison however it is treated.
+    Sets that only one evaluation has are left out and named. A set that both have must contain the same problems: one
+    that only one of them has would distort the comparison, however it is treated.
 
     Args:
         a, b: directories of evaluations, or their samples.jsonl.
         out: directory for comparison.json.
 
     Raises:
-        UserError: a file that cannot be read, no set in common, or a set of different problems.
+        UserError: a file cannot be read, there is no common set, or a set has different problems.
     """
     if out is not None:
         check_out(out, COMPARISON)
@@ -146,7 +145,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     common = [name for name in ours if name in theirs]
     if not common:
         raise UserError(f"'{a}' and '{b}' have no set in common: {listed(ours)} and {listed(theirs)}")
-    said = [
+    notes = [
         f"left out: {in_short(name)}, which only {who} has"
         for who, mine, other in (("A", ours, theirs), ("B", theirs, ours))
         for name in mine
@@ -159,7 +158,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
         kept = [(x, y) for x, y in both if x is not None and y is not None]
         if len(kept) < len(both):
             lost = len(both) - len(kept)
-            said.append(f"{in_short(name)}: {lost} problems left out, whose gradings all failed in A or B")
+            notes.append(f"{in_short(name)}: {lost} problems left out, whose gradings all failed in A or B")
         if kept:
             pairs[name] = np.array([x for x, _ in kept]), np.array([y for _, y in kept])
     if not pairs:
@@ -168,7 +167,7 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
     if out is not None:
         figures = {"a": str(a), "b": str(b), "resamples": RESAMPLES, "sets": [row.as_json() for row in rows]}
         write_text(out / COMPARISON, [json.dumps(figures, indent=2) + "\n"])
-    return [f"A: {a}", f"B: {b}", *said, "", *_table(rows)]
+    return [f"A: {a}", f"B: {b}", *notes, "", *_table(rows)]
 
 
 def _check_same(name: str, ours: _Problems, theirs: _Problems) -> None:
@@ -182,7 +181,7 @@ def _check_same(name: str, ours: _Problems, theirs: _Problems) -> None:
         wrong.append(f"{len(differ)} have another reference answer ({listed(differ)})")
     if wrong:
         raise UserError(
-            f"set {in_short(name)} is not the same problems in both evaluations: {'; '.join(wrong)}."
+            f"set {in_short(name)} does not have the same problems in both evaluations: {'; '.join(wrong)}."
             " Evaluate both on the same file and limit"
         )
 

@@ -1,9 +1,9 @@
 """samples.jsonl: every sampled answer with its grade, in full, so that any program can grade it again.
 
 One flat JSON object per sample. Files are written under a temporary name and renamed, so they are never incomplete.
-What an evaluation has sampled so far is in `samples.unfinished.jsonl`, to which lines are appended: one about the
-evaluation, one a sample as it is generated, and a short one with each verdict. A kill loses what was being generated
-and nothing that was done: the same command goes on from that file.
+Until an evaluation ends, its samples are in `samples.unfinished.jsonl`, to which lines are appended: first one about
+the evaluation, then one for each generated sample, and a short one for each verdict. A kill loses only samples that
+were still being generated: the same command resumes from that file.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FORMAT = "dppo_megatron evaluation 1"
 SAMPLES, RESULTS, COMPARISON = "samples.jsonl", "results.json", "comparison.json"
 UNFINISHED = "samples.unfinished.jsonl"
 FOLLOWED = "eval/follow"
-"""In a run's directory: the evaluations of its checkpoints by `eval --follow`."""
+"""Directory below a run's for the evaluations of its checkpoints by `eval --follow`."""
 Key: TypeAlias = tuple[str, int, int]
-"""Set, place of the problem in it, number of the sample."""
+"""Set, index of the problem in it, number of the sample."""
 _SETTINGS = "settings"
-"""In the first line of what is unfinished: `reward` and `sets` in full, as in results.json. They may change: graders'
-limits are among them."""
+"""Key in the first line of the unfinished file: `reward` and `sets` in full, as in results.json. They are not compared
+on resume, because settings such as the graders' limits may change."""
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
@@ -46,29 +46,29 @@ _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 class EvalSample:
     set: str
     problem: str
-    """Id of the problem in its set, from its row if it has one; the same in every evaluation of the set."""
+    """Id of the problem in its set (`problem_ids`); the same in every evaluation of the set."""
     problem_index: _Count
-    """Its place in the set, from 0."""
+    """Index in the set, from 0."""
     sample: _Count
-    """Which of the problem's samples, from 0."""
+    """Number among the problem's samples, from 0."""
     prompt: str
-    """As the model was given it, template included."""
+    """The model's input, including the template."""
     reference: str
     text: str
     """The completion, without special tokens."""
     tokens: _Count
     finish_reason: str
-    """stop, or length: it ran into max_completion_tokens."""
+    """`stop`, or `length` if it reached max_completion_tokens."""
     reward: _Finite | None = None
-    """What the grader gave; null where it failed."""
+    """null: grading failed."""
     correct: bool | None = None
-    """reward >= reward.correct_from; null where the grader failed."""
+    """Whether reward >= reward.correct_from; null: grading failed."""
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
-    """`extracted` in a plain form, equal for equal answers: what maj@k counts."""
+    """`extracted` in a normalized form, the same for equal answers: what maj@k counts."""
     unparsed: bool | None = None
-    """No final answer could be read; null: not reported, or grading failed."""
+    """Whether no final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
     """Why grading failed; empty if it did not."""
@@ -83,34 +83,34 @@ class EvalSample:
 
     @property
     def outcome(self) -> SampleOutcome:
-        """What scores are computed from."""
+        """The values from which scores are computed."""
         truncated = self.finish_reason == "length"
         return SampleOutcome(self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens)
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
-    """An id for each problem of a set: the `id` of its row, with its position where another has that too; else its
-    position.
+    """A unique id for each problem of a set: the `id` of its row, with the position appended if several rows have it;
+    without an `id`, the position.
 
     Example:
         rows with id "a", "b", "b"  ->  ["a", "b#1", "b#2"]; rows without  ->  ["0", "1", "2"]
     """
-    given = [str(prompt.row.get("id", "")) for prompt in prompts]
-    placed = [f"{name}#{index}" if name else str(index) for index, name in enumerate(given)]
-    counts = Counter([*given, *placed])  # an id may also be what another is made unique by
-    return [name if name and counts[name] == 1 else own for name, own in zip(given, placed, strict=True)]
+    ids = [str(prompt.row.get("id", "")) for prompt in prompts]
+    unique = [f"{name}#{index}" if name else str(index) for index, name in enumerate(ids)]
+    counts = Counter([*ids, *unique])  # with `unique`, since a row's id may look like "b#1" or "1" itself
+    return [name if name and counts[name] == 1 else other for name, other in zip(ids, unique, strict=True)]
 
 
 def by_problem(samples: Iterable[EvalSample]) -> dict[str, dict[str, list[EvalSample]]]:
-    """Set to problem to its samples, in the order in which they come."""
-    found: dict[str, dict[str, list[EvalSample]]] = {}
+    """Set -> problem -> samples, in the order in which they come."""
+    sets: dict[str, dict[str, list[EvalSample]]] = {}
     for sample in samples:
-        found.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
-    return found
+        sets.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
+    return sets
 
 
 def share_correct(samples: Iterable[EvalSample]) -> float | None:
-    """Of those that were graded; None without one."""
+    """Share of correct samples among those that were graded; None if none was."""
     graded = [one.correct for one in samples if one.correct is not None]
     return sum(graded) / len(graded) if graded else None
 
@@ -121,8 +121,8 @@ def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
         score(
             name,
             problems=len(problems),
-            samples=1 + max(one.sample for of in problems.values() for one in of),
-            outcomes=[one.outcome for of in problems.values() for one in of],
+            samples=1 + max(one.sample for members in problems.values() for one in members),
+            outcomes=[one.outcome for members in problems.values() for one in members],
         )
         for name, problems in by_problem(samples).items()
     ]
@@ -134,7 +134,7 @@ def check_out(out: Path, name: str) -> None:
         what = "a comparison" if name == COMPARISON else "an evaluation"
         raise UserError(f"'{out}' already holds {what}; choose another --out, or remove it")
     if out.is_symlink() or (out.parent.name == "eval" and out.parent.is_symlink()):  # RUN/eval/MODEL
-        raise UserError(f"--out '{out}' is or stands in a symbolic link; name the directory that it leads to")
+        raise UserError(f"--out '{out}' is a symbolic link or is in one; name the directory that the link leads to")
     check_writable("--out", out, directory=True)
 
 
@@ -147,23 +147,23 @@ def write_text(path: Path, pieces: Iterable[str]) -> None:
 
 
 def write_samples(path: Path, samples: Iterable[EvalSample]) -> None:
-    """One JSON object a line, in ASCII: a model can write lone surrogates, which UTF-8 has no form for."""
+    """Write one JSON object per line, in ASCII: a model can write lone surrogates, which UTF-8 cannot encode."""
     write_text(path, (json.dumps(asdict(sample), default=str) + "\n" for sample in samples))
 
 
 def read_samples(path: Path) -> list[EvalSample]:
-    """Read back what `write_samples` wrote, from the file or the directory that holds it. Raises UserError: no such
-    file, or a line that is not a sample, by number."""
+    """Read what `write_samples` wrote, from the file or its directory. Raises UserError if there is no such file, or
+    with the number of a line that is not a sample."""
     if path.is_dir():
         path = path / SAMPLES
     elif path.suffix == ".json":
-        raise UserError(f"'{path}' is no {SAMPLES}: name the one beside it, or the directory of the evaluation")
+        raise UserError(f"'{path}' is not {SAMPLES}: name the one beside it, or the directory of the evaluation")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:  # ValueError: also a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null byte
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"'{path}' cannot be read: {reason}; expected the {SAMPLES} of an evaluation") from None
-    found: dict[Key, EvalSample] = {}
+    samples: dict[Key, EvalSample] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -171,29 +171,28 @@ def read_samples(path: Path) -> list[EvalSample]:
         try:
             sample = msgspec.convert(json.loads(line), EvalSample)  # msgspec's own reader refuses lone surrogates
         except msgspec.ValidationError as error:
-            raise UserError(f"{where}: no sample of an evaluation: {error}") from None
+            raise UserError(f"{where}: not a sample of an evaluation: {error}") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: not valid JSON: {json_reason(error)}") from None
-        if found.setdefault(key_of(sample), sample) is not sample:
+        if samples.setdefault(key_of(sample), sample) is not sample:
             named = f"sample {sample.sample} of problem {sample.problem[:60]} of {sample.set[:60]}"
             raise UserError(f"{where}: {named} is there twice")
-    if not found:
+    if not samples:
         raise UserError(f"'{path}' holds no samples")
-    return list(found.values())
+    return list(samples.values())
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """results.json. Raises UserError if it cannot be read or is none."""
+    """Read a results.json. Raises UserError if it cannot be read, or is not one."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT or not all(isinstance(of, dict) for of in raw["sets"].values()):
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT or not all(isinstance(one, dict) for one in raw["sets"].values()):
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        said = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(f"'{path}' is no results of an evaluation: {said}") from None
-    found: dict[str, Any] = raw
-    return found
+        detail = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"'{path}' holds no results of an evaluation: {detail}") from None
+    return raw
 
 
 def key_of(sample: EvalSample) -> Key:
@@ -201,17 +200,17 @@ def key_of(sample: EvalSample) -> Key:
 
 
 class UnfinishedSamples:
-    """The samples of an evaluation that may have been begun before.
+    """The samples of an evaluation that has not ended; resumes one that was begun before.
 
     Args:
-        directory: of the evaluation; made if it is not there.
-        about: what decides the samples and their grades, as JSON.
-        graded_by: of the graders as they are now; verdicts of others are not kept (an edited file, a time limit), nor
-            are failures (a judge that was down).
-        settings: as results.json will have them; what `read_unfinished` returns has those of the first start.
+        directory: of the evaluation; created if it does not exist.
+        about: what decides the samples and their grades, as JSON; must be the same on resume.
+        graded_by: fingerprint of the present graders. Verdicts with another fingerprint (an edited file, another time
+            limit) and failures (a judge that was down) are dropped, and those samples graded again.
+        settings: written at the first start, for `read_unfinished`; in the form of results.json.
 
     Raises:
-        UserError: what is there was begun with something else (named), or the file cannot be read or written.
+        UserError: the evaluation was begun with another `about`, or the file cannot be read or written.
     """
 
     def __init__(
@@ -228,14 +227,14 @@ class UnfinishedSamples:
             self._file = append_to(self._path)
             _lock(self._file)
             self._file.seek(0)
-            head, found, end = _read(self._file.read(), graded_by)
+            head, samples, end = _read(self._file.read(), graded_by)
             if head is None and end:
                 raise UserError(f"'{self._path}': its first line is damaged; repair it, or remove the file")
             if head is None:
                 self._file.truncate(0)
                 self._append([{**about, _SETTINGS: settings or {}}])
                 return
-            self._file.truncate(end)  # half a line, of a kill
+            self._file.truncate(end)  # removes a line that a kill has left incomplete
         except BlockingIOError:
             raise UserError(f"another evaluation is writing to '{directory}'; choose another --out") from None
         except OSError as error:
@@ -246,22 +245,22 @@ class UnfinishedSamples:
                 f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
                 f" as it was, choose another --out, or remove {UNFINISHED}"
             )
-        self.samples = found
+        self.samples = samples
 
     def add(self, sample: EvalSample) -> None:
-        """Keep one that was generated and is not graded yet."""
+        """Store a generated sample, which has no verdict yet."""
         self.samples[key_of(sample)] = sample
         self._append([{name: value for name, value in asdict(sample).items() if name not in _VERDICT}])
 
-    def grade(self, samples: Iterable[EvalSample]) -> None:
-        """Keep the verdicts of samples that were added."""
+    def add_verdicts(self, samples: Iterable[EvalSample]) -> None:
+        """Store the verdicts of samples that were added before."""
         graded = list(samples)
         self.samples |= {key_of(one): one for one in graded}
         keys = ("set", "problem_index", "sample", *_VERDICT)
         self._append([{name: getattr(one, name) for name in keys} | {"by": self._graded_by} for one in graded])
 
     def finished(self) -> None:
-        """The results are written: remove the file."""
+        """Remove the file, once the results are written."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -271,35 +270,35 @@ class UnfinishedSamples:
     def _append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)  # ASCII: see `write_samples`
         with writing(f"'{self._path}'"):
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            unwritten = memoryview(text.encode())
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
 
 
 def _lock(file: IO[bytes]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # some file systems of clusters have no locks (Lustre mounted without)
+    except OSError as error:  # some cluster file systems have no locks (Lustre mounted without flock)
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
 
 
 def read_unfinished(directory: Path) -> tuple[dict[str, Any], list[EvalSample]] | None:
-    """(what it is about, its samples so far) of an evaluation that has not ended; None if there is none."""
+    """(its `about` and settings, its samples so far) of an evaluation that has not ended; None if there is none."""
     try:
         with open_to_read(directory / UNFINISHED) as file:
-            head, found, _ = _read(file.read())
+            head, samples, _ = _read(file.read())
     except OSError:
         return None
     if head is None:
         return None
     settings = head.pop(_SETTINGS, None)
-    return head | (settings if isinstance(settings, dict) else {}), list(found.values())
+    return head | (settings if isinstance(settings, dict) else {}), list(samples.values())
 
 
 def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | None, dict[Key, EvalSample], int]:
-    """The first line, the samples with the verdicts of `graded_by` that are no failures (None: any), and where the last
-    whole line ends."""
+    """Returns the first line (None if damaged), the samples, and the offset at which the last complete line ends. Reads
+    only verdicts that `graded_by` made and that are not failures; None: all verdicts."""
     lines = text.split(b"\n")
     end = len(text) - len(lines.pop())
     rows, damaged = dict[Key, dict[str, Any]](), 0
@@ -318,31 +317,33 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
                 outdated.add(key)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             damaged += 1
-    found: dict[Key, EvalSample] = {}
+    samples: dict[Key, EvalSample] = {}
     for key, row in rows.items():
         try:
-            found[key] = msgspec.convert(row, EvalSample)
-        except msgspec.ValidationError:  # a verdict whose sample's line is damaged
+            samples[key] = msgspec.convert(row, EvalSample)
+        except msgspec.ValidationError:  # a verdict without its sample, whose line was damaged
             damaged += 1
     if damaged:
-        log(f"eval: {damaged} lines of {UNFINISHED} are damaged; their samples are made again")
-    if again := sum(not one.is_graded for key, one in found.items() if key in outdated):
-        log(f"eval: {again} samples are graded again: the graders were others, had other code or limits, or had failed")
-    return head, found, end
+        log(f"eval: {damaged} lines of {UNFINISHED} are damaged; their samples are generated again")
+    if again := sum(not one.is_graded for key, one in samples.items() if key in outdated):
+        log(
+            f"eval: {again} samples are graded again: the graders, their code or limits have changed, or grading failed"
+        )
+    return head, samples, end
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
-    before, now = (flat(_deciding(one)) for one in (head, json.loads(json.dumps(about, default=str))))
-    both = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in both[:3]]
-    return "; ".join(texts) + (f" and {len(both) - 3} more" if len(both) > 3 else "")
+    before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3]]
+    return "; ".join(texts) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
 
 
-def _deciding(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the names of settings that sets came from, which decide nothing and may be others for the same set."""
+def _without_keys(about: Mapping[str, Any]) -> dict[str, Any]:
+    """`about` without the names of the settings that sets came from: one set may be named by different settings."""
     sets = {
-        name: {key: value for key, value in of.items() if key not in ("key", "max_prompt_tokens_key")}
-        for name, of in about.get("sets", {}).items()
+        name: {key: value for key, value in settings.items() if key not in ("key", "max_prompt_tokens_key")}
+        for name, settings in about.get("sets", {}).items()
     }
     return {**about, "sets": sets}

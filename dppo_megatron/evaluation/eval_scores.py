@@ -1,8 +1,8 @@
 """Scores of one set from its graded samples: avg@k, pass@k, maj@k and their standard errors. Pure arithmetic.
 
-Everything is estimated per problem and then averaged over problems. So a problem with a few failed gradings weighs as
-much as any other, and the standard error is over problems: samples of one problem are not independent, and treating
-30 problems x 32 samples as 960 draws would give an error several times too small.
+Everything is estimated per problem and then averaged over problems. So a problem with a few failed gradings has the
+same weight as any other, and the standard error is over problems: samples of one problem are not independent, and
+treating 30 problems x 32 samples as 960 draws would give an error several times too small.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LARGEST_FOR_SUBSETS = 512
 
 @dataclass(frozen=True, slots=True)
 class SampleOutcome:
-    """The outcome of a sample; small, because ranks exchange these."""
+    """What scores need of a sample; small, because ranks exchange outcomes."""
 
     problem: int
-    """Index in its set."""
+    """Index of the problem in its set."""
     correct: bool | None
-    """None: its grading failed."""
+    """None: grading failed."""
     vote: str | None
-    """The final answer it votes for (see `evaluator.py`); None: it gave none, and abstains."""
+    """The answer that it votes for in maj@k (see `evaluator.py`); None: it gave no answer, and abstains."""
     truncated: bool
     unparsed: bool | None
-    """No final answer could be read; None: not reported, or grading failed."""
+    """Whether no final answer could be read; None: not reported, or grading failed."""
     tokens: int
 
 
@@ -47,13 +47,13 @@ class Estimate:
     problems: int
     low: float | None = None
     high: float | None = None
-    """95 % interval: value ± t se, t of problems - 1 degrees of freedom, between 0 and 1; None without `se`, and where
-    all problems are alike: 0 of 30 is no proof of 0."""
+    """95 % interval: value ± t se with problems - 1 degrees of freedom, clipped to [0, 1]. None without `se`, or if all
+    problems have the same value: 0 of 30 does not prove 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalScores:
-    """Scores of one set. Its name may contain any character, so it is a field and never parsed out of a key."""
+    """Scores of one set, whose name may contain any character."""
 
     name: str
     problems: int
@@ -62,39 +62,39 @@ class EvalScores:
     """Share of correct samples: avg@samples, and pass@1."""
     pass_at: Mapping[int, Estimate]
     maj_at: Mapping[int, Estimate]
-    """Empty if the grader does not report the answer it found."""
+    """Empty if the grader does not report the answer that it found."""
     truncated_share: float | None
     unparsed_share: float | None
     failed: int
-    """Samples whose grading failed; otherwise they count only in truncated_share and completion_tokens_mean."""
+    """Samples whose grading failed; they also count in truncated_share and completion_tokens_mean, and nowhere else."""
     completion_tokens_mean: float | None
     by_problem: tuple[float | None, ...] = ()
     """Share of correct samples of each problem, in the order of the set; None where every grading failed."""
 
     def metrics(self) -> dict[str, float | None]:
-        """As keys of metrics.jsonl: `eval/<set>/pass@1` and so on. What the grader does not report has no key (maj@k,
-        unparsed_share); a mean over nothing, because every grading failed, is None."""
+        """For metrics.jsonl: `eval/<set>/pass@1` and so on. No key for maj@k and unparsed_share if the grader does not
+        report answers; None for a mean over nothing, because every grading failed."""
         named = {f"avg@{self.samples}": self.avg}
         named |= {f"pass@{k}": estimate for k, estimate in self.pass_at.items()}
         named |= {f"maj@{k}": estimate for k, estimate in self.maj_at.items()}
-        found: dict[str, float | None] = {}
+        values: dict[str, float | None] = {}
         for key, estimate in named.items():
-            found |= {key: estimate.value, f"{key}_se": estimate.se}
-        found |= {
+            values |= {key: estimate.value, f"{key}_se": estimate.se}
+        values |= {
             "truncated_share": self.truncated_share,
             "failed": float(self.failed),
             "completion_tokens_mean": self.completion_tokens_mean,
         }
         if self.unparsed_share is not None:
-            found["unparsed_share"] = self.unparsed_share
-        return {f"eval/{self.name}/{key}": value for key, value in found.items()}
+            values["unparsed_share"] = self.unparsed_share
+        return {f"eval/{self.name}/{key}": value for key, value in values.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """For results.json, with the number of problems behind every estimate; single problems are in samples.jsonl."""
+        """For results.json; without `by_problem`, which follows from samples.jsonl."""
         return {name: value for name, value in asdict(self).items() if name != "by_problem"}
 
     def line(self) -> str:
-        """For the log: `aime24 pass@1 43.3 % ± 5.9`, plus pass@n, maj@n and failed gradings."""
+        """For the log: `aime24 pass@1 43.3 % ± 5.9`, then pass@n, maj@n and failed gradings."""
         text = f"{self.name} pass@1 {percent(self.avg)}"
         if self.samples > 1:
             text += f", pass@{self.samples} {percent(self.pass_at[self.samples])}"
@@ -106,14 +106,14 @@ class EvalScores:
 
 
 def percent(estimate: Estimate) -> str:
-    """`43.3 % ± 5.9`, the value and its standard error, without the parts that are None."""
+    """Value and standard error, as `43.3 % ± 5.9`; without a standard error `43.3 %`, without a value `null`."""
     if estimate.value is None:
         return "null"
     return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
 
 
 def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutcome]) -> EvalScores:
-    """The scores of a set of so many problems, each sampled so many times; `outcomes` in any order."""
+    """The scores of a set with this many problems and samples per problem; `outcomes` in any order."""
     by_problem: dict[int, list[SampleOutcome]] = {}
     for outcome in outcomes:
         if outcome.correct is not None:
@@ -124,8 +124,9 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
     pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in doublings(samples)} | {1: avg}
     maj_at: dict[int, Estimate] = {}
     every = [one for of_one in graded for one in of_one]
-    told = [one.vote is not None or one.unparsed is not None for one in every]  # a grader that returns numbers: neither
-    if (any(told) or not every) and not any(one.correct and one.vote is None for one in every):
+    # a grader that only returns numbers reports neither answers nor whether there is one
+    reports_answers = any(one.vote is not None or one.unparsed is not None for one in every)
+    if (reports_answers or not every) and not any(one.correct and one.vote is None for one in every):
         ballots = [ballot(of_one) for of_one in graded]
         for k in doublings(samples):
             if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):
@@ -160,7 +161,7 @@ def mean(values: Iterable[float]) -> Estimate:
     """Mean over problems x_1 ... x_P with its standard error sqrt(sum (x_i - mean)^2 / (P (P - 1))).
 
     Example:
-        mean([1, 0, 0.5, 0.5])  # value 0.5, se 0.2041: deviations .5 .5 0 0, sqrt(.5 / 12); 0 to 1: t is 3.18
+        mean([1, 0, 0.5, 0.5])  # value 0.5, se 0.2041: deviations .5 .5 0 0, sqrt(.5 / 12); low 0, high 1: t is 3.18
     """
     x = np.array(list(values), dtype=np.float64)
     if not len(x):
@@ -182,18 +183,19 @@ def students_t(degrees: int) -> float:
     Example:
         students_t(29)  # 2.045: 30 problems; the normal distribution's 1.96 would be 4 % too narrow
     """
-    import mpmath  # 0.13 s, for processes that have something to score
+    import mpmath  # takes 0.13 s, so only in processes that compute scores
 
-    def beyond(t: float) -> Any:  # the chance of |T| > t, less 5 %
+    def excess(t: float) -> Any:  # P(|T| > t) - 0.05
         return mpmath.betainc(degrees / 2, 0.5, 0, degrees / (degrees + t * t), regularized=True) - 0.05
 
-    return float(mpmath.findroot(beyond, (1.9, 13), solver="anderson"))  # 1.96 for many degrees, 12.7 for one
+    return float(mpmath.findroot(excess, (1.9, 13), solver="anderson"))  # from 1.96 (many degrees) to 12.7 (one)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k).
+    """Probability that k of n samples, drawn without replacement, include a correct one: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for the chance that k fresh samples do (Chen et al. 2021, arXiv 2107.03374), where 1 - (1 - c/n)^k is not.
+    An unbiased estimate of the probability that k new samples include one (Chen et al. 2021, arXiv 2107.03374), which
+    1 - (1 - c/n)^k is not.
 
     Args:
         n: graded samples of the problem; c: correct ones; k: at most n.
@@ -205,23 +207,21 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 Ballot = tuple[int, tuple[int, ...], int]
-"""Votes of a problem: for the correct answer, for each other answer, and abstentions."""
+"""Votes on one problem: for the correct answer, for each other answer, and abstentions."""
 
 
 def ballot(outcomes: Sequence[SampleOutcome]) -> Ballot:
-    """Count the votes of one problem.
-
-    All correct samples vote for one answer, however they wrote it: the grader has found each equal to the reference.
-    """
+    """Count the votes on one problem. All correct samples vote for one answer, however they spell it: the grader has
+    found each equal to the reference."""
     wrong = [one.vote for one in outcomes if not one.correct]
     others = Counter(vote for vote in wrong if vote is not None)
     return len(outcomes) - len(wrong), tuple(sorted(others.values(), reverse=True)), wrong.count(None)
 
 
 def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:
-    """Chance that the correct answer wins a vote of k samples, drawn without replacement; ties are broken at random.
+    """Probability that the correct answer wins a vote of k samples, drawn without replacement.
 
-    Of t tied answers each wins with probability 1 / t. Without votes there is no winner.
+    Of t tied answers, each wins with probability 1 / t. If all k abstain, no answer wins.
 
     Example:
         maj_at_k(2, (2, 1), 0, 5) == 0.5  # two for the right answer, two for a wrong one: a tie
@@ -238,12 +238,13 @@ def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> f
 
 
 def _ways(others: Sequence[int], abstentions: int, rest: int, m: int) -> float:
-    """Choices of `rest` samples among the others in which no answer has more than m votes, each weighted 1 / (1 + the
-    answers that have exactly m). Counted by a polynomial whose powers are samples (axis 1) and ties (axis 0)."""
+    """Number of ways to choose `rest` samples that are not correct so that no answer has more than m votes, each way
+    weighted with 1 / (1 + number of answers with exactly m votes). Computed as the coefficients of a polynomial in two
+    variables, which count samples (axis 1) and answers with m votes (axis 0)."""
     ways = np.zeros((rest // m + 1, rest + 1))
     ways[0, : min(abstentions, rest) + 1] = [math.comb(abstentions, i) for i in range(min(abstentions, rest) + 1)]
     for votes in others:
-        before, ways = ways, ways.copy()  # this answer is not chosen at all
+        before, ways = ways, ways.copy()  # the copy counts the choices without this answer
         for i in range(1, min(m - 1, votes, rest) + 1):
             ways[:, i:] += math.comb(votes, i) * before[:, : rest + 1 - i]
         if m <= min(votes, rest):
@@ -252,5 +253,5 @@ def _ways(others: Sequence[int], abstentions: int, rest: int, m: int) -> float:
 
 
 def _share(values: Iterable[float]) -> float | None:
-    found = [float(value) for value in values]
-    return sum(found) / len(found) if found else None
+    numbers = [float(value) for value in values]
+    return sum(numbers) / len(numbers) if numbers else None

@@ -1,7 +1,7 @@
 """Samples and grades the evaluation sets of a job with any engine; the ranks share the work.
 
 All sets are submitted at once, so that an engine never waits for the slowest answer of one set before it begins the
-next: with six sets of 30 to 700 problems that wait is most of the time of a set-by-set evaluation.
+next. With six sets of 30 to 700 problems, such waits would be most of the time of an evaluation set by set.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dppo_megatron.rollout.engine import Engine, Request, Sampling
 from dppo_megatron.types import Completion, Grade, Prompt
 
 _PART = 128
-"""Samples whose verdicts are written together."""
+"""Number of samples whose verdicts are written together."""
 _MATH_GRADERS = ("math", "math_boxed")
-_WHOLE = re.compile(r"-?\d{1,300}")
+_INTEGER = re.compile(r"-?\d{1,300}")
 _MOST_COMPARISONS = 20_000
-"""Of a set, the commonest spellings of each problem first: about five seconds, while the other ranks wait."""
+"""Limit per set: about five seconds, while the other ranks wait. Each problem's commonest spellings come first."""
 Vote: TypeAlias = tuple[int, str]
-"""A problem's place in its set, and how a wrong answer to it is written."""
+"""Index of a problem in its set, and the spelling of a wrong answer to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class EvalSet:
     sampling: Sampling
 
     def request(self, problem: int, sample: int) -> Request:
-        """Step 0 always: every evaluation of a set draws the same random numbers, so that two of them differ by the
-        weights and not by the draws."""
+        """The request for sample number `sample` of problem number `problem`."""
+        # always step 0: all evaluations of a set draw the same random numbers, so they differ by the weights alone
         return Request(self.prompts[problem], sample, step=0, stream=f"eval/{self.name}", sampling=self.sampling)
 
 
@@ -59,28 +59,29 @@ class Evaluator:
     def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
-        Ranks exchange outcomes, not texts: 2,000 answers of 8,000 tokens are 60 MB.
+        Ranks exchange outcomes, not texts: the texts of 2,000 answers of 8,000 tokens are 60 MB.
         """
         outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, names)])
-        if engine.has_servers:  # training's completions are graded by processes of the rollout clients
+        if engine.has_servers:  # these grader processes are idle until the next evaluation: clients grade for training
             self.close()
-        found = []
+        scores = []
         for one in self.sets:
             if names is None or one.name in names:
-                own = [outcome for of, outcome in outcomes if of == one.name]
-                if self._graders.is_math(one.name):  # on one rank: the grader draws the points at which it compares
-                    known = from_rank_zero(partial(spellings, own))
-                    own = [replace(outcome, vote=counted_as(outcome, known)) for outcome in own]
-                found.append(score(one.name, len(one.prompts), one.samples, own))
-        return found
+                own = [outcome for set_name, outcome in outcomes if set_name == one.name]
+                if self._graders.is_math(one.name):  # on one rank, as the grader compares answers at random points
+                    common = from_rank_zero(partial(wrong_spellings, own))
+                    own = [replace(outcome, vote=counted_vote(outcome, common)) for outcome in own]
+                scores.append(score(one.name, len(one.prompts), one.samples, own))
+        return scores
 
     def sample(
-        self, engine: Engine, names: Collection[str] | None = None, kept: UnfinishedSamples | None = None
+        self, engine: Engine, names: Collection[str] | None = None, unfinished: UnfinishedSamples | None = None
     ) -> list[EvalSample]:
-        """This rank's samples of every set, or of those in `names`, graded; without other ranks, all samples.
+        """This rank's graded samples of every set, or of those in `names`.
 
         Args:
-            kept: takes each sample as it comes and each verdict; what it has already is not made again. One rank only.
+            unfinished: stores each sample and each verdict as soon as it is there; samples that it has already are not
+                made again. Only without other ranks.
         """
         items = [
             (one, problem, sample)
@@ -89,7 +90,7 @@ class Evaluator:
             for problem in range(len(one.prompts))
             for sample in range(one.samples)
         ]
-        samples = dict(kept.samples) if kept is not None else {}
+        samples = dict(unfinished.samples) if unfinished is not None else {}
         missing = [item for item in items if (item[0].name, *item[1:]) not in samples]
         requests = [one.request(problem, sample) for one, problem, sample in missing]
         count = tokens = 0
@@ -99,33 +100,32 @@ class Evaluator:
             for count, (position, completion) in enumerate(engine.stream(requests, fallback), start=1):
                 one = _ungraded(*missing[position], completion)
                 samples[key_of(one)] = one
-                if kept is not None:
-                    kept.add(one)
+                if unfinished is not None:
+                    unfinished.add(one)
                 tokens += one.tokens
-                advance(min(count * ranks, total), tokens * ranks)  # as if the others were as far
+                advance(min(count * ranks, total), tokens * ranks)  # an estimate: other ranks are about as far
             counts, tokens_of_all = zip(*gather_all([(count, tokens)]), strict=True)
             advance(sum(counts), sum(tokens_of_all))
         ungraded = [one for one in samples.values() if not one.is_graded]
         for graded in self._graders.graded_in_parts(ungraded):
             samples |= {key_of(one): one for one in graded}
-            if kept is not None:
-                kept.grade(graded)
-        return [samples[key] for of, *place in items if (key := (of.name, *place)) in samples]
+            if unfinished is not None:
+                unfinished.add_verdicts(graded)
+        return [samples[key] for one, *place in items if (key := (one.name, *place)) in samples]
 
-    def sample_alone(self, engine: Engine, kept: UnfinishedSamples | None = None) -> list[EvalSample]:
-        """`sample` without other ranks, each vote as it counts."""
-        return self._graders.with_equal_votes(self.sample(engine, kept=kept))
+    def sample_alone(self, engine: Engine, unfinished: UnfinishedSamples | None = None) -> list[EvalSample]:
+        """`sample` in a single process, with the votes that maj@k counts."""
+        return self._graders.with_equal_votes(self.sample(engine, unfinished=unfinished))
 
     def close(self) -> None:
-        """End the graders."""
         self._graders.close()
 
 
-def _ungraded(of: EvalSet, problem: int, sample: int, completion: Completion) -> EvalSample:
-    prompt = of.prompts[problem]
+def _ungraded(eval_set: EvalSet, problem: int, sample: int, completion: Completion) -> EvalSample:
+    prompt = eval_set.prompts[problem]
     return EvalSample(
-        set=of.name,
-        problem=of.ids[problem],
+        set=eval_set.name,
+        problem=eval_set.ids[problem],
         problem_index=problem,
         sample=sample,
         prompt=prompt.text,
@@ -139,60 +139,61 @@ def _ungraded(of: EvalSet, problem: int, sample: int, completion: Completion) ->
 
 
 def eval_sets(job: Job) -> list[EvalSet]:
-    """The sets of a job with all defaults from `data` and `eval` resolved."""
+    """The evaluation sets of a job, with all defaults from `data` and `eval` resolved."""
     config = job.config
-    found = []
+    sets = []
     for name, settings in eval_set_configs(config).items():
-        how = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
-        sampling = Sampling(*how, job.stop_token_ids, reads_logprobs=False)
+        values = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
+        sampling = Sampling(*values, job.stop_token_ids, reads_logprobs=False)
         prompts = job.eval_prompts[name]
-        found.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling))
-    return found
+        sets.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling))
+    return sets
 
 
 class SetGraders:
-    """The graders of an evaluation, each set's by its name."""
+    """The graders of an evaluation, by the name of the set."""
 
     def __init__(self, graders: Graders) -> None:
         self._graders = graders
 
     def key_of(self, name: str) -> str:
-        """The section that holds the settings of a set's rewards."""
+        """The config section with the reward settings of a set."""
         return self._graders.key_of(f"data.eval_sets.{name}")
 
     def is_math(self, name: str) -> bool:
-        """Whether a `math` grader decides what is correct in this set."""
+        """Whether a `math` grader decides which answers of this set are correct."""
         reward = self._graders.rewards[self.key_of(name)]
         return [*(one.function for one in reward.functions.values()), reward.function][0] in _MATH_GRADERS
 
     def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
-        """The samples with the votes that maj@k counts (`one_spelling`)."""
-        known = {
-            name: spellings(one.outcome for one in samples if one.set == name)
+        """The samples with the votes that maj@k counts (`common_spellings`)."""
+        common = {
+            name: wrong_spellings(one.outcome for one in samples if one.set == name)
             for name in {one.set for one in samples}
             if self.is_math(name)
         }
-        return [replace(one, vote=counted_as(one.outcome, known.get(one.set, {}))) for one in samples]
+        return [replace(one, vote=counted_vote(one.outcome, common.get(one.set, {}))) for one in samples]
 
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
-        """The samples with the verdicts of their sets' graders, whatever verdicts they had, a part as soon as it and
-        those before it are done: a slow judge is asked about all of them at a time, and a kill costs few verdicts."""
-        asked = deque(
+        """Grade all samples, even those with verdicts; yields parts in order, each as soon as it is done. All parts are
+        submitted at once, so that a slow judge works on many samples at a time, and a kill loses few verdicts."""
+        submitted = deque(
             (part, self._graders.submit([self._task(one) for one in part]))
             for part in (samples[first : first + _PART] for first in range(0, len(samples), _PART))
         )
-        done, what = 0, "evaluation: grading" if world_size() == 1 else "evaluation: grading a rank's share"
-        with progress(what, len(samples), "answers") as advance:
+        done, title = 0, "evaluation: grading" if world_size() == 1 else "evaluation: grading a rank's share"
+        with progress(title, len(samples), "answers") as advance:
             try:
-                while asked:
-                    part, future = asked[0]
+                while submitted:
+                    part, future = submitted[0]
                     grades = future.result()
-                    asked.popleft()
-                    yield [replace(one, **self._verdict(one.set, of)) for one, of in zip(part, grades, strict=True)]
+                    submitted.popleft()
+                    pairs = zip(part, grades, strict=True)
+                    yield [replace(one, **self._verdict(one.set, grade)) for one, grade in pairs]
                     done += len(part)
                     advance(done)
             finally:
-                for _, future in asked:
+                for _, future in submitted:
                     future.cancel()
 
     def _task(self, sample: EvalSample) -> GradeTask:
@@ -201,8 +202,8 @@ class SetGraders:
         return GradeTask(sample.text, sample.reference, sample.row, label, *facts)
 
     def _verdict(self, name: str, grade: Grade) -> dict[str, Any]:
-        """The fields of an `EvalSample` that a grade decides. Of several named rewards the first says what is correct;
-        where grading failed there is neither a reward nor a verdict."""
+        """The fields of an `EvalSample` that a grade decides. Of several named rewards, the first decides `correct`. If
+        grading failed, `reward` and `correct` are None."""
         failed, correct_from = bool(grade.failure), self._graders.rewards[self.key_of(name)].correct_from
         return {
             "reward": None if failed else grade.reward,
@@ -215,7 +216,6 @@ class SetGraders:
         }
 
     def close(self) -> None:
-        """End their processes."""
         self._graders.close()
 
 
@@ -237,8 +237,8 @@ _SPELLINGS = (
 
 
 def _vote_of(grade: Grade) -> str | None:
-    """The answer that a sample votes for in maj@k, in a plain form: without spaces, `\\left`, `$`, thousands separators
-    and the like. None if it gave none. See `with_equal_votes` for what reads differently and is equal."""
+    """The answer that a sample votes for in maj@k, normalized: without spaces, `\\left`, `$`, thousands separators and
+    the like. None if it gave no answer. `with_equal_votes` joins equal answers that still read differently."""
     if grade.extracted is None:
         return None
     plain = grade.extracted.strip().rstrip(".")
@@ -248,48 +248,49 @@ def _vote_of(grade: Grade) -> str | None:
 
 
 def _equal(answer: str, other: str) -> bool:
-    """Whole numbers, which most answers are, need no grader."""
-    if _WHOLE.fullmatch(answer) and _WHOLE.fullmatch(other):
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(other):  # most answers are integers, which need no grader
         return int(answer) == int(other)
-    from dppo_megatron.rewards.math.grader import grade_math_boxed  # 0.06 s, where no other process grades
+    from dppo_megatron.rewards.math.grader import grade_math_boxed  # takes 0.06 s, so only where it is needed
 
     return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
 
 
-def one_spelling(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
-    """How each vote is to be counted: equal answers to a problem under the spelling that comes most often.
+def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
+    """The spelling under which to count each vote: for equal answers to a problem, their most frequent spelling.
 
-    1/2 and 0.5 must not be two votes of one each: counted apart, wrong answers lose votes to the right one, whose
-    spellings the grader has found equal already, and maj@k would be too high. Only the `math` graders can say whether
-    two answers are equal; others' answers are compared as text.
+    1/2 and 0.5 must count as two votes for one answer. Correct answers already count as one answer, however they are
+    spelled; if wrong ones did not, they would win too few votes, and maj@k would be too high. Only the `math` graders
+    can tell whether two answers are equal; answers of other graders are compared as text.
 
     Example:
-        one_spelling([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
+        common_spellings([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
     """
     counts: dict[int, Counter[str]] = {}
     for problem, spelling in votes:
         counts.setdefault(problem, Counter())[spelling] += 1
-    found: dict[Vote, str] = {}
-    left = _MOST_COMPARISONS
-    for problem, of in counts.items():
-        heads: list[str] = []
-        for spelling, _ in sorted(of.items(), key=lambda item: (-item[1], item[0])):
-            if left < len(heads):
-                return found
-            left -= len(heads)
-            head = next((one for one in heads if same(spelling, one)), spelling)
-            heads += [head] if head == spelling else []
-            found[problem, spelling] = head
-    return found
+    common: dict[Vote, str] = {}
+    comparisons_left = _MOST_COMPARISONS
+    for problem, by_spelling in counts.items():
+        distinct: list[str] = []
+        for spelling, _ in sorted(by_spelling.items(), key=lambda item: (-item[1], item[0])):
+            if comparisons_left < len(distinct):
+                return common
+            comparisons_left -= len(distinct)
+            first = next((one for one in distinct if same(spelling, one)), spelling)
+            distinct += [first] if first == spelling else []
+            common[problem, spelling] = first
+    return common
 
 
-def spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
-    """`one_spelling` of a set's wrong answers."""
-    return one_spelling((one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None)
+def wrong_spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
+    """`common_spellings` of a set's wrong answers."""
+    return common_spellings(
+        (one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None
+    )
 
 
-def counted_as(outcome: SampleOutcome, found: Mapping[Vote, str]) -> str | None:
-    """The vote of an outcome under one spelling; right answers are one answer however they are written."""
+def counted_vote(outcome: SampleOutcome, common: Mapping[Vote, str]) -> str | None:
+    """The vote of an outcome; that of a wrong answer under its common spelling."""
     if outcome.correct is not False or outcome.vote is None:
         return outcome.vote
-    return found.get((outcome.problem, outcome.vote), outcome.vote)
+    return common.get((outcome.problem, outcome.vote), outcome.vote)

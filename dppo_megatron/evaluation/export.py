@@ -1,10 +1,10 @@
-"""An evaluation in the files of lm-evaluation-harness or lighteval, for the tools that read those.
+"""Exports an evaluation in the file formats of lm-evaluation-harness or lighteval, for tools that read those.
 
     lm-eval     DIR/<model>/results_<date>.json, samples_<task>_<date>.jsonl (`--log_samples`)
     lighteval   DIR/results/<model>/results_<date>.json, DIR/details/<model>/<date>/details_<task>_<date>.parquet
 
-A problem is one row with all of its samples there. Only what was measured is written: fields about few-shot examples,
-hubs and timings are left out or empty.
+In these files a problem is one row with all of its samples. Only what was measured is written: fields about few-shot
+examples, hubs and timings are left out or empty.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
 
 _Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
-"""By set, the samples of each problem."""
+"""Set -> for each problem, its samples."""
 
 
 def export(form: str, evaluation: str, out: Path | None) -> list[str]:
-    """Write an evaluation as `form` (a key of FORMS) below `out`; returns the files that were written. Raises
-    UserError: another form, no evaluation, no `out`, or a file that cannot be written."""
+    """Write an evaluation below `out` in the format `form` (a key of FORMS); returns the paths written. Raises
+    UserError: unknown format, no evaluation, no `out`, or a file that cannot be written."""
     if form not in FORMS:
         raise UserError(f"--export {form}: expected one of {', '.join(FORMS)}")
     if out is None:
         raise UserError("--export writes to the directory that --out names")
     directory = Path(evaluation)
     if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
-        raise UserError(f"'{evaluation}': the evaluation has not ended; the command that began it goes on with it")
-    results, samples = read_results(directory / RESULTS), [_plain(one) for one in read_samples(directory)]
+        raise UserError(f"'{evaluation}': the evaluation has not ended; repeat its command to resume it")
+    results, samples = read_results(directory / RESULTS), [_without_surrogates(one) for one in read_samples(directory)]
     samples.sort(key=lambda one: one.problem_index)
-    problems = {name: list(of.values()) for name, of in by_problem(samples).items()}
+    problems = {name: list(by_id.values()) for name, by_id in by_problem(samples).items()}
     model = Path(results.get("model") or directory).name
     date = datetime.now().isoformat().replace(":", "-")
     with writing(f"'{out}'"):
@@ -65,37 +65,37 @@ def _lm_eval(
     results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
     folder = out / safe_name(model)
-    found = {
+    content = {
         "results": {one.name: {"alias": one.name} | _metrics(one, ",none") for one in scores},
         "configs": {name: {"task": name, **results.get("sets", {}).get(name, {})} for name in problems},
         "versions": dict.fromkeys(problems, 1),
         "n-shot": dict.fromkeys(problems, 0),
-        "n-samples": {name: {"original": len(of), "effective": len(of)} for name, of in problems.items()},
+        "n-samples": {name: {"original": len(each), "effective": len(each)} for name, each in problems.items()},
         "config": {"model": results.get("generated_by") or "", "model_args": f"pretrained={model}"},
         "model_name": model,
         "model_name_sanitized": safe_name(model),
     }
     files = [folder / f"results_{date}.json"]
-    write_text(files[0], [json.dumps(found, indent=2, default=str)])
-    for name, of in problems.items():
+    write_text(files[0], [json.dumps(content, indent=2, default=str)])
+    for name, each in problems.items():
         files.append(folder / f"samples_{safe_name(name)}_{date}.jsonl")
-        write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in of))
+        write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in each))
     return files
 
 
-def _lm_eval_row(of: Sequence[EvalSample]) -> dict[str, Any]:
-    first = of[0]
+def _lm_eval_row(samples: Sequence[EvalSample]) -> dict[str, Any]:
+    first = samples[0]
     document = first.row or {"problem": first.prompt, "answer": first.reference}
     return {
         "doc_id": first.problem_index,
         "doc": document,
         "target": first.reference,
         "arguments": {"gen_args_0": {"arg_0": first.prompt, "arg_1": {}}},
-        "resps": [[one.text for one in of]],
-        "filtered_resps": [one.extracted or "" for one in of],
+        "resps": [[one.text for one in samples]],
+        "filtered_resps": [one.extracted or "" for one in samples],
         "filter": "none",
         "metrics": ["exact_match"],
-        "exact_match": share_correct(of),
+        "exact_match": share_correct(samples),
         "doc_hash": _hash(json.dumps(document, sort_keys=True, default=str)),
         "prompt_hash": _hash(first.prompt),
         "target_hash": _hash(first.reference),
@@ -106,7 +106,7 @@ def _lighteval(
     results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
     task = {name: f"custom|{safe_name(name)}|0" for name in problems}
-    found = {
+    content = {
         "config_general": {"model_name": model, "model_config": {"model_name": model}},
         "results": {task[one.name]: _metrics(one) for one in scores},
         "versions": dict.fromkeys(task.values(), 0),
@@ -115,37 +115,37 @@ def _lighteval(
         "summary_general": {},
     }
     files = [out / "results" / model / f"results_{date}.json"]
-    write_text(files[0], [json.dumps(found, indent=2, default=str)])
+    write_text(files[0], [json.dumps(content, indent=2, default=str)])
     folder = out / "details" / model / date
     make_directory(folder)
-    for name, of in problems.items():
-        rows = [
-            {
-                "doc": {"query": first.prompt, "choices": [first.reference], "gold_index": [0], "id": first.problem},
-                "metric": {"exact_match": share_correct(samples)},
-                "model_response": {"text": [one.text for one in samples], "input": first.prompt},
-            }
-            for samples in of
-            for first in samples[:1]
-        ]
+    for name, each in problems.items():
         files.append(folder / f"details_{task[name]}_{date}.parquet")
-        pq.write_table(pa.Table.from_pylist(rows), files[-1])
+        pq.write_table(pa.Table.from_pylist([_lighteval_row(samples) for samples in each]), files[-1])
     return files
+
+
+def _lighteval_row(samples: Sequence[EvalSample]) -> dict[str, Any]:
+    first = samples[0]
+    return {
+        "doc": {"query": first.prompt, "choices": [first.reference], "gold_index": [0], "id": first.problem},
+        "metric": {"exact_match": share_correct(samples)},
+        "model_response": {"text": [one.text for one in samples], "input": first.prompt},
+    }
 
 
 FORMS: Mapping[str, Callable[..., list[Path]]] = {"lm-eval": _lm_eval, "lighteval": _lighteval}
 
 
 def _metrics(one: EvalScores, filtered: str = "") -> dict[str, Any]:
-    """Means and standard errors as these harnesses name them; lm-eval adds the name of a filter."""
-    named = {"exact_match": one.avg} | {f"pass@k:k={k}": of for k, of in one.pass_at.items() if k > 1}
-    named |= {f"maj@{k}": of for k, of in one.maj_at.items()}
-    values = {f"{name}{filtered}": of.value for name, of in named.items()}
-    return values | {f"{name}_stderr{filtered}": of.se for name, of in named.items()}
+    """Means and standard errors under these harnesses' names; lm-eval appends the name of a filter."""
+    named = {"exact_match": one.avg} | {f"pass@k:k={k}": estimate for k, estimate in one.pass_at.items() if k > 1}
+    named |= {f"maj@{k}": estimate for k, estimate in one.maj_at.items()}
+    values = {f"{name}{filtered}": estimate.value for name, estimate in named.items()}
+    return values | {f"{name}_stderr{filtered}": estimate.se for name, estimate in named.items()}
 
 
-def _plain(sample: EvalSample) -> EvalSample:
-    """A model can write half of a surrogate pair, which neither parquet nor these harnesses can hold."""
+def _without_surrogates(sample: EvalSample) -> EvalSample:
+    """Replaces lone surrogates, which a model can write, and which neither parquet nor these harnesses can store."""
     return replace(sample, text=sample.text.encode("utf-8", "replace").decode())
 
 

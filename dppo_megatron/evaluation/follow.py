@@ -1,11 +1,11 @@
-"""Evaluates the checkpoints of a run as they appear, in a process of its own, so that no step waits for it.
+"""Evaluates the checkpoints of a run as they appear, in a separate process, so that no training step waits for it.
 
-    trainer        step 20  save  step 21 ...  step 40  save          its files are read; nothing is locked or changed
-    --follow            looks --'  weights, sample, grade  looks --'  RUN/eval/follow/step_000020/results.json
+    trainer        step 20  save  step 21 ...  step 40  save          its files are only read; nothing is locked
+    --follow            finds it  load, sample, grade      finds it   RUN/eval/follow/step_000020/results.json
 
-One engine and its graders serve all checkpoints. Each evaluation is one as of `eval RUN --step N`, and goes on as that
-does after a kill. A checkpoint that the trainer removes before its weights are read is reported and left out: holding
-it would take the run's disk, and `checkpoint.keep` is there to say how many stay.
+One engine and its graders serve all checkpoints. Each evaluation is like `eval RUN --step N`, and resumes after a kill
+like that. If the trainer removes a checkpoint before its weights are read, this is reported and the checkpoint skipped:
+`checkpoint.keep` decides how many stay, and keeping more here could fill the run's disk.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 
-_LOOK_S = 2.0
+_POLL_S = 2.0
 
 
-def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[str]:
-    """Evaluate every checkpoint of the run at `given.model` until it has ended; returns lines to print.
+def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> list[str]:
+    """Evaluate every checkpoint of the run at `arguments.model` until the run has ended; returns lines to print.
 
     Args:
-        run: its id.
-        status: `running` while it goes on, else how it has ended.
+        run: the run's id.
+        status: returns `running` while the run goes on, else how it has ended.
 
     Raises:
-        UserError: anything wrong with the settings, before a checkpoint is waited for; or a run without checkpoints.
+        UserError: a mistake in the settings, before it waits for a checkpoint; or the run saves no checkpoints.
     """
     check_alone()
-    directory = Path(given.model)
+    directory = Path(arguments.model)
     saved, where = saved_values(directory / "config.yaml"), str(directory / "config.yaml")
     every = (saved.get("checkpoint") or {}).get("every_steps", 0)
     if not every:
@@ -52,25 +52,25 @@ def follow(given: EvalArguments, run: str, status: Callable[[], str]) -> list[st
             f"'{directory}' saves no checkpoint before its end (checkpoint.every_steps = 0), so there is nothing to"
             " follow: set it, also when the run is resumed, or evaluate the end with `dppo-megatron eval RUN`"
         )
-    config, out, said = prepare(given)
-    if given.out is None:
+    config, out, notes = prepare(arguments)
+    if arguments.out is None:
         _check_same_scores(config, config_from_values(saved, where, keep_references=False))
     check_out(out, RESULTS)
-    with closing(EngineAndGraders(config, out, said)) as used:
-        follower = _Follower(used, directory / "checkpoints", run, out, every)
-        ended = "running"
-        while ended == "running" or follower.left():  # looked for after the end, it holds what the run saved last
+    with closing(EngineAndGraders(config, out, notes)) as shared:
+        follower = _Follower(shared, directory / "checkpoints", run, out, every)
+        state = "running"
+        while state == "running" or follower.left():  # checked after the run's end, for the last checkpoint
             follower.evaluate_left()
             with progress(f"waiting for the next checkpoint of {directory}"):
-                while (ended := status()) == "running" and not follower.left():
-                    time.sleep(_LOOK_S)
-    again = "" if ended == "finished" else "; the same command goes on when the run does"
-    return ["", f"the run has ended ({ended}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
+                while (state := status()) == "running" and not follower.left():
+                    time.sleep(_POLL_S)
+    again = "" if state == "finished" else "; the same command goes on when the run does"
+    return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
 
 
 def _check_same_scores(config: Config, of_run: Config) -> None:
-    """Raises UserError for a set that the run evaluates too, otherwise: its report draws both as one curve. More
-    samples are no other score."""
+    """Raise UserError if the run evaluates a set of the same name with other settings, since its report draws both as
+    one curve. The number of samples may differ: it does not change the expected score."""
     own = eval_set_configs(of_run)
     for name, now in eval_set_configs(config).items():
         if name in own:
@@ -86,19 +86,19 @@ def _check_same_scores(config: Config, of_run: Config) -> None:
                 changed.append("another reward")
             if changed:
                 raise UserError(
-                    f"the run evaluates the set '{name}' too, otherwise: {', '.join(changed)}. Its report would draw"
-                    " both as one curve: give --out DIR, or leave the setting out"
+                    f"the run evaluates the set '{name}' with other settings: {', '.join(changed)}. Its report would"
+                    " draw both as one curve: give --out DIR, or leave the setting out"
                 )
 
 
 class _Follower:
-    def __init__(self, used: EngineAndGraders, root: Path, run: str, out: Path, every: int) -> None:
-        self._used, self._root, self._run, self._out, self._every = used, root, run, out, every
+    def __init__(self, shared: EngineAndGraders, root: Path, run: str, out: Path, every: int) -> None:
+        self._shared, self._root, self._run, self._out, self._every = shared, root, run, out, every
         self._missed: set[int] = set()
-        """Steps whose checkpoints were reported as gone."""
-        decides = {name: value for name, value in about(used.job, out).items() if not name.startswith("model")}
-        self._about = {"run": run, **decides}
-        """What evaluations in one place have in common."""
+        """Steps whose checkpoints were reported as missing."""
+        without_model = {name: value for name, value in about(shared.job, out).items() if not name.startswith("model")}
+        self._about = {"run": run, **without_model}
+        """Must be the same for all evaluations in one directory."""
         for path in sorted(out.glob(f"step_*/{RESULTS}")):
             if other := difference(read_results(path).get("about", {}), self._about):
                 raise UserError(
@@ -110,7 +110,7 @@ class _Follower:
         return len(list(self._out.glob(f"step_*/{RESULTS}")))
 
     def left(self) -> list[tuple[int, Path]]:
-        """The complete checkpoints that are not evaluated, by step."""
+        """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
         return [
             (step, path)
             for step, path in named(self._root)
@@ -118,27 +118,27 @@ class _Follower:
         ]
 
     def evaluate_left(self) -> None:
-        """Evaluate all that are there, the earliest first; others may come meanwhile."""
+        """Evaluate all checkpoints that are left, the earliest first, including those that appear meanwhile."""
         while left := self.left():
             step, path = left[0]
             self._report_missed(step)
             try:
-                job = with_checkpoint(self._used.job, path)
-                samples = evaluate(self._used, job, self._out / path.name, {"step": step, "about": self._about})
+                job = with_checkpoint(self._shared.job, path)
+                samples = evaluate(self._shared, job, self._out / path.name, {"step": step, "about": self._about})
                 show(*(f"step {step:>4}: {one.line()}" for one in scores_of(samples)))
             except Exception:
                 if not isinstance(read_manifest(path), str):
                     raise
-                self._report_missed(step + 1)  # it was removed while it was read
+                self._report_missed(step + 1)  # the trainer has removed it while it was read
 
     def _report_missed(self, until: int) -> None:
-        """Name the steps below `until`, before which no checkpoint is left, that are not evaluated."""
+        """Report the steps below `until` whose checkpoints were removed before they were evaluated."""
         steps = range(self._every, until, self._every)
         missed = [step for step in steps if step not in self._missed and not self._is_done(step)]
         if missed:
             self._missed.update(missed)
-            of = f"step {missed[0]}" if len(missed) == 1 else f"steps {missed[0]} to {missed[-1]} ({len(missed)})"
-            show(f"{of}: no checkpoint any more, so no evaluation; a larger checkpoint.keep leaves more time")
+            which = f"step {missed[0]}" if len(missed) == 1 else f"steps {missed[0]} to {missed[-1]} ({len(missed)})"
+            show(f"{which}: no checkpoint any more, so no evaluation; a larger checkpoint.keep leaves more time")
 
     def _is_done(self, step: int) -> bool:
         return (self._out / step_name(step) / RESULTS).is_file()

@@ -1,15 +1,15 @@
 """The forward pass of every supported family, written out for generation.
 
-transformers' modules spend a third of a small model's token in calls and in building masks, and read queries, keys and
-values with three matrices where one does. What a family has is in its `Architecture`: norms on heads, biases, experts;
-so there is one decoder and not one a family. It is compared with transformers, token by token, for each of them
-(tests/test_hf_engine.py). Matrices that read the same input are one tensor, of which the checkpoint's names are views.
+transformers' modules spend a third of a small model's time per token on Python calls and on building masks, and compute
+queries, keys and values with three matrix products where one is enough. Families differ in what their `Architecture`
+lists (norms on heads, biases, experts), so one decoder serves all; tests/test_hf_engine.py compares it with
+transformers, token by token, for each. Matrices with the same input are one tensor, with a view per parameter.
 
-The key-value cache is written in place. One that is concatenated at every token copies itself for every token; one that
-is padded to the longest possible completion is read in full at every token. This one has spare capacity, returns views
-of the filled part, and grows by half, so that a token is copied about twice in all. A row that ends leaves a hole, and
-the last running row moves into it. So what is copied is what has ended and not what still runs; the price is that rows
-change places, which the caller has to follow (`Moves`).
+The key-value cache is written in place. Concatenating it at every token would copy all of it each time; padding it to
+the longest possible completion would make attention read all of that each time. Instead it has spare capacity, returns
+views of the filled part, and grows by half, so that a token is copied about twice in all. When a row ends, the last
+running row moves to its place, so that as many rows are copied as have ended, not as many as still run. The price: rows
+change their order, which the caller must follow (`Moves`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.layer_parts import Experts, Latent, deinterleave
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, own_and_provided
 
-_FIRST_ROOM = 16
-"""Spare tokens after the prompt. Touching new memory costs as much as the copy when it has to grow, and by then most
-completions of a short task have ended."""
+_SPARE_TOKENS = 16
+"""Capacity behind the prompt at first. More would not pay: touching new memory costs as much as copying when the cache
+grows, and by then most completions of a short task have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Which rows move where, so that the running ones are the first `count`.
+    """Moves rows so that the running ones become the first `count`.
 
-    Example: of five rows 0 and 2 have ended: count = 3, and rows 3 and 4 move to 0 and 2.
+    Example: if rows 0 and 2 of five have ended, count is 3, and rows 3 and 4 move to 0 and 2.
     """
 
     count: int
@@ -46,15 +46,14 @@ class Moves:
         return Moves(count, running[count:].nonzero()[:, 0] + count, (~running[:count]).nonzero()[:, 0])
 
     def apply(self, rows: Tensor) -> Tensor:
-        """[B, ...] -> [count, ...], a view of `rows`, which is overwritten."""
+        """[B, ...] -> [count, ...]. Overwrites `rows` and returns a view of it."""
         if len(self.source):
             rows[self.target] = rows[self.source]
         return rows[: self.count]
 
 
 class KeyValues:
-    """Keys and values of every layer, for a batch of rows that are all filled to the same length. Has room for
-    `capacity` tokens to begin with."""
+    """Keys and values of every layer, for a batch whose rows have equally many tokens; `capacity` grows as needed."""
 
     def __init__(
         self,
@@ -68,49 +67,49 @@ class KeyValues:
         device: torch.device,
     ) -> None:
         self.filled = 0
-        """Tokens of each row."""
+        """Number of tokens in each row."""
         self._rows = rows
-        shape = (2, rows, kv_heads, capacity, head_dim)  # keys and values together: half as many copies to start
-        self._rooms = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (2, rows, kv_heads, capacity, head_dim)  # keys and values in one tensor: half as many copy kernels
+        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` more tokens in every layer; called before their `append`s."""
-        capacity = self._rooms[0].size(3)
+        """Ensure capacity for `count` more tokens in every layer; to be called before `append`."""
+        capacity = self._layers[0].size(3)
         if self.filled + count > capacity:
             self._rebuild(max(self.filled + count, capacity * 3 // 2), torch.arange(self._rows))
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [B, K, n, D] behind the filled part of one layer; returns everything so far, [B, K, filled + n, D]."""
+        """Append [B, K, n, D] to one layer; returns views of all its keys and values, [B, K, filled + n, D]."""
         end = self.filled + keys.size(2)
-        room = self._rooms[layer][:, : self._rows]
-        room[0, :, :, self.filled : end] = keys
-        room[1, :, :, self.filled : end] = values
-        return room[0, :, :, :end], room[1, :, :, :end]
+        stored = self._layers[layer][:, : self._rows]
+        stored[0, :, :, self.filled : end] = keys
+        stored[1, :, :, self.filled : end] = values
+        return stored[0, :, :, :end], stored[1, :, :, :end]
 
     def expand(self, rows: Tensor) -> None:
-        """Keep `rows` [B'] instead, each as often as it occurs, with spare capacity for the completion's beginning."""
-        self._rebuild(self.filled + _FIRST_ROOM, rows)
+        """Replace the batch by its rows `rows` [B'], which may repeat, and add spare capacity for completions."""
+        self._rebuild(self.filled + _SPARE_TOKENS, rows)
 
     def move(self, moves: Moves) -> None:
-        """Rows `moves.source` are copied to rows `moves.target`; the first `moves.count` remain."""
+        """Copy rows `moves.source` to rows `moves.target`, and keep the first `moves.count` rows."""
         if len(moves.source):
-            for room in self._rooms:
-                # by indexing: index_select and index_copy_ first make a copy of a whole view that has gaps
-                room[:, moves.target, :, : self.filled] = room[:, moves.source, :, : self.filled]
+            for stored in self._layers:
+                # by indexing: index_select and index_copy_ first copy the whole view, as it is not contiguous
+                stored[:, moves.target, :, : self.filled] = stored[:, moves.source, :, : self.filled]
         self._rows = moves.count
 
     def _rebuild(self, capacity: int, rows: Tensor) -> None:
-        rows = rows.to(self._rooms[0].device)
-        for layer, room in enumerate(self._rooms):  # one layer at a time: the peak is one layer more, not all
-            larger = room.new_empty(2, len(rows), room.size(2), capacity, room.size(4))
-            larger[:, :, :, : self.filled] = room[:, rows, :, : self.filled]
-            self._rooms[layer] = larger
+        rows = rows.to(self._layers[0].device)
+        for layer, stored in enumerate(self._layers):  # one at a time, so that peak memory grows by one layer only
+            larger = stored.new_empty(2, len(rows), stored.size(2), capacity, stored.size(4))
+            larger[:, :, :, : self.filled] = stored[:, rows, :, : self.filled]
+            self._layers[layer] = larger
         self._rows = len(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _FeedForward:
-    """A gated layer, or as many as there are experts."""
+    """Weights of a gated feed-forward layer, or of a mixture of E of them."""
 
     gate_up: Tensor
     """[2 F, hidden], with experts [E, 2 F, hidden]."""
@@ -119,13 +118,13 @@ class _FeedForward:
     router: Tensor | None = None
     """[E, hidden]."""
     bias: Tensor | None = None
-    """[E] float32, of sigmoid routers."""
+    """[E] float32: the correction bias of sigmoid routers."""
     shared: _FeedForward | None = None
-    """Of the experts that every token visits."""
+    """The shared experts, which process every token."""
     shared_gate: Tensor | None = None
     """[1, hidden] (Qwen2-MoE)."""
     post_norm: Tensor | None = None
-    """[hidden] of the norm behind it (Gemma, GLM-4)."""
+    """[hidden] norm after the layer (Gemma, GLM-4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +135,7 @@ class _LatentHeads:
     query_norm: Tensor | None
     query_up: Tensor
     down: Tensor
-    """[rank + turning, hidden], of keys and values."""
+    """[rank + turning_dim, hidden], of keys and values."""
     norm: Tensor
     up: Tensor
 
@@ -145,21 +144,21 @@ class _LatentHeads:
 class _DecoderLayer:
     input_norm: Tensor
     qkv: Tensor | _LatentHeads
-    """[(H + 2 K) D, hidden]: queries, keys, values."""
+    """[(H + 2 K) D, hidden] for H query heads and K key-value heads: queries, keys, values."""
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
-    """[H + K, D]: the query norm for each query head, then the key norm for each key-value head."""
+    """[H + K, D]: the query norm once per query head, then the key norm once per key-value head."""
     out: Tensor
     middle_norm: Tensor
-    """Before the feed-forward part."""
+    """Before the feed-forward layer."""
     feed_forward: _FeedForward
     post_norm: Tensor | None
-    """Behind the attention (Gemma, GLM-4)."""
+    """After the attention (Gemma, GLM-4)."""
     window: int | None
 
 
 class Decoder:
-    """A model whose weights are those last copied into `named`. Weights, activations and cache are of one `dtype`."""
+    """A model whose weights are set by copying into `named`. Weights, activations and cache all have `dtype`."""
 
     def __init__(
         self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device, records_experts: bool = False
@@ -167,10 +166,10 @@ class Decoder:
         a = architecture
         self._records_experts = records_experts
         self.experts: Tensor | None = None
-        """[B, n, layers, k] int64 that the last tokens were sent to, if they are recorded."""
+        """[B, n, layers, k] int64: the experts of the tokens of the last call, if `records_experts`."""
         self._architecture, self._dtype, self._device = a, dtype, device
         self.named: dict[str, Tensor] = {}
-        """The checkpoint's name of a tensor -> where its values go."""
+        """Name in the checkpoint -> the view that its values must be copied into."""
         self._embedding = self._new("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         self._layers = [self._layer(index) for index in range(a.num_layers)]
         self._norm = self._new("model.norm.weight", a.hidden_size)
@@ -181,36 +180,36 @@ class Decoder:
             self.named = {provided: self.named[own] for own, provided in own_and_provided(a)}
         ropes = [a.rope, *([a.gemma.local_rope] if a.gemma else [])]
         self._ropes = [(torch.tensor(rope.frequencies, device=device), rope.scale) for rope in ropes]
-        """Of layers without a window, and of those with one."""
-        # scores are rounded to the type of the cache, which only float32 can afford
+        """For layers without a sliding window, and for layers with one."""
+        # plain attention rounds scores to the cache's dtype, so it needs at least float32
         self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
-        """For sequences of up to `capacity` tokens, and longer ones once it has grown."""
+        """A cache with room for `capacity` tokens per row; `step` lets it grow."""
         a = self._architecture
         return KeyValues(
             a.num_layers, rows, a.num_kv_heads, a.head_dim, capacity, dtype=self._dtype, device=self._device
         )
 
     def read(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: KeyValues) -> Tensor:
-        """Logits [B, V] after the last of `tokens` [B, n], whose keys and values go into an empty cache.
+        """Prefill: logits [B, V] after the last of `tokens` [B, n]. Fills `cache`, which must be empty.
 
         Args:
-            positions: [B, n] of each token in its sequence.
-            visible: [B, n] bool; False where there is only padding.
+            positions: [B, n] position of each token in its sequence.
+            visible: [B, n] bool; False at padding.
         """
         count = tokens.size(1)
         causal = torch.ones(count, count, dtype=torch.bool, device=self._device).tril()
-        # a padding token sees itself: a row of the softmax without anything would be NaN
-        own = torch.eye(count, dtype=torch.bool, device=self._device)
-        return self._forward(tokens, positions, cache, (causal & visible[:, None, :] | own)[:, None])
+        # a padding token attends to itself: a softmax over no token would be NaN
+        itself = torch.eye(count, dtype=torch.bool, device=self._device)
+        return self._forward(tokens, positions, cache, (causal & visible[:, None, :] | itself)[:, None])
 
     def step(self, tokens: Tensor, positions: Tensor, padding: Tensor | None, cache: KeyValues) -> Tensor:
-        """Logits [B, V] after one more token [B] of each row.
+        """Decode: logits [B, V] after one more token [B] of each row.
 
         Args:
-            positions: [B].
-            padding: [B, P], 0 where one of the first P tokens is visible and -inf where not; None: all are.
+            positions: [B] position of that token.
+            padding: [B, P] attention bias of the first P tokens: 0, or -inf at padding; None: no padding.
         """
         cache.reserve(1)
         mask = None if padding is None else padding[:, None, None]
@@ -236,13 +235,13 @@ class Decoder:
         return F.linear(self._normed(last, self._norm), self._output)
 
     def _rotary(self, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B n, 1, 2 pairs], each sine with the sign of its half."""
+        """Cosines and sines [B n, 1, 2 pairs]; the sines of the first half are negated."""
         angles = positions.flatten()[:, None] * frequencies
         cos, sin = ((part * scale).to(self._dtype) for part in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [..., D] normed over D; weight [D], or [..., D] where rows have their own."""
+        """RMS norm of x [..., D] over D; weight [D], or [..., D] if each row has its own."""
         size, eps = x.shape[-1:], self._architecture.norm_eps
         if self._architecture.gemma is not None:
             exact = torch.promote_types(x.dtype, torch.float32)
@@ -250,13 +249,13 @@ class Decoder:
         return F.rms_norm(x, size, weight, eps) if weight.ndim == 1 else F.rms_norm(x, size, None, eps) * weight
 
     def _added(self, residual: Tensor, x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-        """residual [B n, hidden] and the product of x, which is normed where the family does."""
+        """residual [B n, hidden] + x times weight, after `norm` of the product if there is one."""
         if norm is None:
             return torch.addmm(residual, x, weight.t())
         return residual + self._normed(F.linear(x, weight), norm)
 
     def _heads(self, layer: _DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys [B n, H + K, D] and values [B n, K, D] of the new tokens, from their normed hidden state."""
+        """x [B n, hidden] -> queries and keys [B n, H + K, D], before the rotary embedding, and values [B n, K, D]."""
         a = self._architecture
         if isinstance(layer.qkv, _LatentHeads):
             return self._latent_heads(layer.qkv, x)
@@ -264,53 +263,53 @@ class Decoder:
         heads, values = qkv.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], 1)  # type: ignore[no-untyped-call]
         if layer.qk_norm is not None:
             heads = self._normed(heads, layer.qk_norm)
-        if a.is_glm4:  # pairs that turn lie side by side
+        if a.is_glm4:  # its rotary pairs are adjacent dimensions
             size = 2 * len(a.rope.frequencies)
             heads = torch.cat([deinterleave(heads[..., :size]), heads[..., size:]], -1)
-        if a.gemma is not None:  # attention divides by the root of the head's size
+        if a.gemma is not None:  # undoes the 1 / sqrt(head_dim) that attention applies
             heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
         return heads, values
 
     def _latent_heads(self, own: _LatentHeads, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_heads`: the part that turns comes first, and values are padded to the size of keys."""
+        """Like `_heads`, for latent attention: the rotary dimensions come first, and values are padded to head_dim."""
         a, latent = self._architecture, self._architecture.latent
         assert latent is not None
         inner = x
         if own.query_down is not None and own.query_norm is not None:
             inner = F.rms_norm(F.linear(x, own.query_down), own.query_norm.shape, own.query_norm, a.norm_eps)
         queries = F.linear(inner, own.query_up).view(len(x), a.num_heads, -1) * latent.scale
-        still_q, turning_q = queries.tensor_split((latent.nope_dim,), -1)
-        low, turning_k = F.linear(x, own.down).tensor_split((latent.rank,), -1)
-        expanded = F.linear(F.rms_norm(low, own.norm.shape, own.norm, a.norm_eps), own.up)
-        still_k, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.nope_dim,), -1)
-        turning = torch.cat([turning_q, turning_k[:, None].expand_as(turning_q)], 1)
-        heads = torch.cat([deinterleave(turning), torch.cat([still_q, still_k], 1)], -1)
+        q_nope, q_rope = queries.tensor_split((latent.nope_dim,), -1)
+        low_rank, k_rope = F.linear(x, own.down).tensor_split((latent.rank,), -1)
+        expanded = F.linear(F.rms_norm(low_rank, own.norm.shape, own.norm, a.norm_eps), own.up)
+        k_nope, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.nope_dim,), -1)
+        rope = torch.cat([q_rope, k_rope[:, None].expand_as(q_rope)], 1)
+        heads = torch.cat([deinterleave(rope), torch.cat([q_nope, k_nope], 1)], -1)
         return heads, F.pad(values, (0, a.head_dim - latent.value_dim))
 
     def _attend(
         self,
         index: int,
-        turned: Tensor,
+        heads: Tensor,
         values: Tensor,
         rotary: tuple[Tensor, Tensor],
         batch: int,
         cache: KeyValues,
         mask: Tensor | None,
     ) -> Tensor:
-        """[B n, H D] of values, from the `_heads` of layer `index`, not turned yet."""
+        """Attention output [B n, H value_dim] of layer `index`, from its `_heads`."""
         a = self._architecture
-        heads, groups, size = a.num_heads, a.num_kv_heads, a.head_dim
+        num_heads, kv_heads, size = a.num_heads, a.num_kv_heads, a.head_dim
         cos, sin = rotary
-        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); the sine has the sign of its half
-        part, rest = turned[..., : cos.size(-1)], turned[..., cos.size(-1) :]
-        turned = torch.addcmul(part * cos, part.roll(cos.size(-1) // 2, -1), sin)
-        turned = torch.cat([turned, rest], -1) if rest.size(-1) else turned
-        queries, keys = turned[:, :heads], turned[:, heads:]
-        count = len(turned) // batch
+        # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); `sin` holds the minus sign
+        part, rest = heads[..., : cos.size(-1)], heads[..., cos.size(-1) :]
+        rotated = torch.addcmul(part * cos, part.roll(cos.size(-1) // 2, -1), sin)
+        rotated = torch.cat([rotated, rest], -1) if rest.size(-1) else rotated
+        queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+        count = len(rotated) // batch
         keys, values = cache.append(
             index,
-            keys.view(batch, count, groups, size).transpose(1, 2),
-            values.reshape(batch, count, groups, size).transpose(1, 2),
+            keys.view(batch, count, kv_heads, size).transpose(1, 2),
+            values.reshape(batch, count, kv_heads, size).transpose(1, 2),
         )
         window, filled = self._layers[index].window, keys.size(2)
         if window is not None and window < filled:
@@ -319,28 +318,28 @@ class Decoder:
                 mask = None if mask is None or filled - window >= mask.size(3) else mask[..., filled - window :]
             elif mask is not None:
                 mask = mask & torch.ones_like(mask).triu(1 - window)
-        if count == 1:  # the heads that share a key are its queries: nothing has to be repeated
-            attended = self._one_token(queries.reshape(batch, groups, -1, size), keys, values, mask)
-            return attended.reshape(batch, heads, size)[..., : a.value_dim].flatten(1)
-        queries = queries.view(batch, count, heads, size).transpose(1, 2)
-        keys, values = (part.repeat_interleave(heads // groups, dim=1) for part in (keys, values))
+        if count == 1:  # query heads that share a key head become its queries, so that keys need not be repeated
+            attended = self._attend_one(queries.reshape(batch, kv_heads, -1, size), keys, values, mask)
+            return attended.reshape(batch, num_heads, size)[..., : a.value_dim].flatten(1)
+        queries = queries.view(batch, count, num_heads, size).transpose(1, 2)
+        keys, values = (part.repeat_interleave(num_heads // kv_heads, dim=1) for part in (keys, values))
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return attended.transpose(1, 2).reshape(batch * count, heads, size)[..., : a.value_dim].flatten(1)
+        return attended.transpose(1, 2).reshape(batch * count, num_heads, size)[..., : a.value_dim].flatten(1)
 
-    def _one_token(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_one(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """queries [B, K, H / K, D], keys and values [B, K, filled, D], mask [B, 1, 1, P] -> [B, K, H / K, D]."""
         if not self._plain_attention:
             if mask is not None:
                 mask = F.pad(mask, (0, keys.size(2) - mask.size(3)))
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        # torch's fused kernel is made for long queries: for one token of 512 rows it takes twice the time of this
+        # torch's fused kernel is made for long queries: for one token of 512 rows it takes twice as long as this
         scores = torch.matmul(queries * queries.size(-1) ** -0.5, keys.transpose(2, 3))
         if mask is not None:
             scores[..., : mask.size(3)] += mask
         return torch.matmul(scores.softmax(-1), values)
 
     def _feed_forward(self, residual: Tensor, x: Tensor, weights: _FeedForward, visited: list[Tensor]) -> Tensor:
-        """[B n, hidden]; `visited` gets the experts [B n, k]."""
+        """residual + the layer's output for x, both [B n, hidden]; appends its experts [B n, k] to `visited`."""
         experts = self._architecture.experts
         if weights.router is None or experts is None:
             if experts is not None:
@@ -351,23 +350,23 @@ class Decoder:
         visited.append(chosen)
         if weights.shared is not None:
             inner = _gated(x, weights.shared.gate_up)
-            if weights.shared_gate is not None:  # a number a token: before the product or behind it
+            if weights.shared_gate is not None:  # one factor per token, so it may as well multiply before `down`
                 inner = inner * F.linear(x, weights.shared_gate).sigmoid()
             residual = torch.addmm(residual, inner, weights.shared.down.t())
-        order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, those of an expert together
+        order = chosen.flatten().argsort(stable=True)  # (token, expert) pairs, sorted by expert
         counts = chosen.flatten().bincount(minlength=experts.count).tolist()
         for expert, pairs in enumerate(order.split(counts)):  # type: ignore[no-untyped-call]
             if len(pairs):
                 rows = pairs // experts.per_token
-                answer = F.linear(_gated(x[rows], weights.gate_up[expert]), weights.down[expert])
-                residual = residual.index_add(0, rows, answer * share.flatten()[pairs, None])
+                output = F.linear(_gated(x[rows], weights.gate_up[expert]), weights.down[expert])
+                residual = residual.index_add(0, rows, output * share.flatten()[pairs, None])
         return residual
 
     def _layer(self, index: int) -> _DecoderLayer:
         a, name = self._architecture, f"model.layers.{index}."
         attention, middle = name + "self_attn.", "pre_feedforward" if a.gemma else "post_attention"
         norm = self._empty(a.num_heads + a.num_kv_heads, a.head_dim) if a.qk_norm else None
-        if norm is not None:  # one vector of the checkpoint is copied into the row of every head
+        if norm is not None:  # copying the checkpoint's one vector into the view broadcasts it to every head
             self.named[attention + "q_norm.weight"] = norm[: a.num_heads]
             self.named[attention + "k_norm.weight"] = norm[a.num_heads :]
         return _DecoderLayer(
@@ -377,14 +376,15 @@ class Decoder:
             qk_norm=norm,
             out=self._new(attention + "o_proj.weight", a.hidden_size, a.num_heads * a.value_dim),
             middle_norm=self._new(f"{name}{middle}_layernorm.weight", a.hidden_size),
-            post_norm=self._behind(name, 0),
+            post_norm=self._post_norm(name, 0),
             window=a.window_of(index),
             feed_forward=self._mixture(f"{name}{a.experts.module}.", a.experts)
             if a.experts and a.has_experts(index)
-            else self._dense(name + "mlp.", a.ffn_size, self._behind(name, 1)),
+            else self._dense(name + "mlp.", a.ffn_size, self._post_norm(name, 1)),
         )
 
-    def _behind(self, name: str, half: int) -> Tensor | None:
+    def _post_norm(self, name: str, half: int) -> Tensor | None:
+        """The norm after the attention (half 0) or the feed-forward layer (half 1), if the family has one."""
         a = self._architecture
         return self._new(f"{name}{a.post_norms[half]}_layernorm.weight", a.hidden_size) if a.post_norms else None
 
@@ -426,13 +426,13 @@ class Decoder:
         if bias is not None:
             self.named[name + CORRECTION_BIAS] = bias
         router = self._new(name + "gate.weight", experts.count, a.hidden_size)
-        theirs = name + experts.shared_module
-        shared = self._dense(theirs + ".", experts.shared_ffn_size) if experts.shared_ffn_size else None
-        shared_gate = self._new(theirs + "_gate.weight", 1, a.hidden_size) if experts.shared_gate else None
+        shared_name = name + experts.shared_module
+        shared = self._dense(shared_name + ".", experts.shared_ffn_size) if experts.shared_ffn_size else None
+        shared_gate = self._new(shared_name + "_gate.weight", 1, a.hidden_size) if experts.shared_gate else None
         return _FeedForward(gate_up, down, router, bias, shared, shared_gate)
 
     def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
-        """One tensor of all rows; each name is a view of its rows."""
+        """One tensor with the rows of all `parts` (name -> rows); each name becomes a view of its rows."""
         whole = self._empty(sum(parts.values()), *columns)
         self.named |= zip(parts, whole.split(list(parts.values())), strict=True)  # type: ignore[no-untyped-call]
         return whole
@@ -451,18 +451,18 @@ def _gated(x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:
 
 
 def _route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Experts [n, k] that each token visits, and the shares [n, k] of their answers."""
+    """The experts [n, k] of each token, and the weights [n, k] of their outputs."""
     if bias is None:
         share, chosen = F.linear(x, router).softmax(-1, dtype=torch.float32).topk(experts.per_token)
     else:
         scores = F.linear(x.float(), router.float()).sigmoid()
-        rated = scores + bias
+        biased = scores + bias  # the bias decides which experts are chosen, not their weights
         if experts.groups > 1:
-            grouped = rated.view(len(x), experts.groups, -1)
+            grouped = biased.view(len(x), experts.groups, -1)
             best = grouped.topk(2).values.sum(-1).topk(experts.groups_per_token).indices
-            left = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
-            rated = grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
-        chosen = rated.topk(experts.per_token).indices
+            excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, False)
+            biased = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+        chosen = biased.topk(experts.per_token).indices
         share = scores.gather(1, chosen)
     if experts.normalize_weights:
         share = share / share.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What the loop asks of a generation engine. Token ids in, token ids out: text is never tokenized twice."""
+"""The interface of generation engines. They take and return token ids, so that text is never tokenized twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dppo_megatron.types import Completion, Grade, Prompt
 from dppo_megatron.weights.hf_files import WeightReader, check_finite
 
 Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Starts a pass over all weights: every (Hugging Face name, full tensor) once, given to the ranks in
+"""Starts a pass over all weights that yields every (Hugging Face name, full tensor) once, on the ranks in
 `Engine.receivers`. Called again for a retry; collective where the actor is sharded."""
 
 
@@ -28,40 +28,40 @@ class Request:
     prompt: Prompt
     completion_index: int
     step: int
-    """With the stream, the prompt and the completion index, the key of the random numbers that it consumes."""
+    """Keys the completion's random numbers, together with the stream, the prompt index and the completion index."""
     stream: str = ""
-    """What the prompt's index counts in: empty for the training set, else any name (`eval/aime24`). Prompts of two
-    streams share neither random numbers nor request ids, whatever their indices."""
+    """The data set that the prompt index refers to: empty for the training set, else any name (`eval/aime24`). Prompts
+    of two streams share neither random numbers nor request ids, whatever their indices."""
     sampling: Sampling | None = None
-    """How this one is sampled; None: with the sampling of the call."""
+    """Overrides the `sampling` argument of the call; None: use that argument."""
     limit: int = 0
-    """Tokens at which it is stopped early, if that is before the sampling's limit; 0: it is not."""
+    """Number of tokens after which the completion is stopped early, if below the sampling's limit; 0: no such limit."""
 
     @property
     def purpose(self) -> str:
-        """The purpose of its random numbers (see `randomness.generator`)."""
+        """The `purpose` argument of `randomness.generator` for this completion."""
         return f"sample {self.stream}" if self.stream else "sample"
 
     @property
     def id(self) -> str:
-        """`step-prompt-completion`, behind the name of its stream if it has one: the same on every attempt, so that a
+        """`step-prompt-completion`, prefixed with the stream if there is one. The same on every attempt, so that a
         repeated request is recognised.
 
         Example:
             Request(prompt 7, completion_index=3, step=12).id == "12-7-3"
             Request(prompt 7, completion_index=3, step=0, stream="eval/a b").id == "eval_a_b~de6f5a03-0-7-3"
         """
-        own = f"{self.step}-{self.prompt.index}-{self.completion_index}"
+        numbers = f"{self.step}-{self.prompt.index}-{self.completion_index}"
         if not self.stream:
-            return own
-        # servers take plain ASCII ids of bounded length; the hash keeps apart what the plain form makes equal
+            return numbers
+        # servers accept plain ASCII ids of bounded length; the hash separates names that the plain form makes equal
         plain = re.sub(r"[^A-Za-z0-9.]", "_", self.stream)[:32]
-        return f"{plain}~{hashlib.blake2b(self.stream.encode(), digest_size=4).hexdigest()}-{own}"
+        return f"{plain}~{hashlib.blake2b(self.stream.encode(), digest_size=4).hexdigest()}-{numbers}"
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample; the same meaning on every engine."""
+    """Sampling parameters; they mean the same on every engine."""
 
     max_completion_tokens: int
     temperature: float
@@ -73,95 +73,96 @@ class Sampling:
     top_k: int = 0
     """Truncates to the k most likely tokens; 0: all."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the tokenizer's end of sequence."""
+    """In addition to the tokenizer's end-of-sequence token."""
     reads_logprobs: bool = True
-    """Whether the behaviour log-probabilities are read. Evaluations do not, and so may use top_p where an engine has no
-    log-probabilities under it (SGLang: only for a bounded number of tokens)."""
+    """Whether the caller needs behaviour log-probabilities. Evaluations do not, so they may use top_p where the engine
+    cannot return log-probabilities under it (SGLang returns them only for a bounded number of tokens)."""
 
 
 def own_requests(requests: Sequence[Request]) -> list[int]:
-    """Positions of the requests that this rank holds where ranks share evenly: a prompt's stay together.
+    """Positions of this rank's requests when prompts are distributed evenly over the ranks. All requests of a prompt
+    are on one rank.
 
     Example: on rank 1 of 2, requests of prompts A A B B C C give [2, 3].
     """
     prompts: dict[tuple[str, int, int], int] = {}
-    own = [prompts.setdefault((r.stream, r.prompt.index, r.step), len(prompts)) for r in requests]
+    prompt_of = [prompts.setdefault((r.stream, r.prompt.index, r.step), len(prompts)) for r in requests]
     mine = set(share(range(len(prompts))))
-    return [position for position, prompt in enumerate(own) if prompt in mine]
+    return [position for position, prompt in enumerate(prompt_of) if prompt in mine]
 
 
 @dataclass(slots=True)
 class RolloutStats:
-    """What happened at the servers; None: nothing of the kind."""
+    """Counts of what happened at the servers. None: the engine does not count it, or it did not happen."""
 
     retries: int | None = None
-    """Groups that were asked for again."""
+    """Attempts that were repeated."""
     groups_aborted: int | None = None
-    """Training groups that a weight sync, or a server unasked, has ended at least once."""
+    """Training groups that were aborted at least once, by a weight sync or by a server on its own."""
     completions_aborted: int | None = None
-    """Completions that were sampled again for it."""
+    """Completions that were sampled again because of an abort."""
     groups_resent: int | None = None
-    """Training groups that were lost while a server sampled them, and sampled otherwise then (`Work.resent`); without
-    those above."""
+    """Training groups that were lost while a server sampled them, and whose retry may have sampled other completions
+    (`Work.resent`); excludes `groups_aborted`."""
     servers_live: int | None = None
     tokens_sampled: int | None = None
-    """Of completions of training, but for those that were aborted."""
+    """Tokens of training completions that were not aborted."""
     token_ages: int | None = None
-    """Weight syncs between each of those tokens and the present weights, added up."""
+    """Sum over those tokens of their age: the number of weight syncs since the token was sampled."""
     staleness_max: int | None = None
-    """The same of the oldest token; at most `rollout.async_steps`."""
+    """Age of the oldest token; at most `rollout.async_steps`."""
     tokens_read_again: int | None = None
-    """Of prompts and completions whose generation a weight sync has interrupted: their cached prefixes were dropped."""
+    """Tokens of prompts and partial completions that were prefilled again because a weight sync dropped their cache."""
     sync_s: float | None = None
     tensors_verified: int | None = None
 
     def add(self, **counts: int) -> None:
-        """Count up those of these names."""
+        """Add to the counters of these names."""
         for name, count in counts.items():
             setattr(self, name, (getattr(self, name) or 0) + count)
 
     def add_ages(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Count tokens: ages, and how many tokens have each."""
+        """Count sampled tokens; `spans` are (age, number of tokens)."""
         for age, tokens in spans:
             self.add(tokens_sampled=tokens, token_ages=age * tokens)
             self.staleness_max = max(age, self.staleness_max or 0)
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl; of the ages of tokens their mean."""
-        found = {name: float(value) for name, value in asdict(self).items() if value is not None}
-        tokens, ages = found.pop("tokens_sampled", None), found.pop("token_ages", 0.0)
+        """The counts under their names in metrics.jsonl, with the mean age of a token in place of its two sums."""
+        values = {name: float(value) for name, value in asdict(self).items() if value is not None}
+        tokens, ages = values.pop("tokens_sampled", None), values.pop("token_ages", 0.0)
         if tokens is not None:
-            found["staleness_mean"] = ages / max(tokens, 1.0)
-        return {f"rollout/{name}": value for name, value in found.items()}
+            values["staleness_mean"] = ages / max(tokens, 1.0)
+        return {f"rollout/{name}": value for name, value in values.items()}
 
 
 class Engine(ABC):
     """A generator whose weights follow the actor's. All calls are collective: every rank makes them.
 
-    What is not abstract is right for an engine in every rank, without servers.
+    The default implementations suit an engine that is embedded in every rank and has no servers.
     """
 
     has_servers = False
-    """Generates in other processes, whose log-probabilities and weights are to be checked."""
+    """Generation runs in other processes, whose log-probabilities and weights must be checked."""
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
-    _asked: tuple[Sequence[Request], Sampling] | None = None
+    _start_arguments: tuple[Sequence[Request], Sampling] | None = None
 
     @property
     def receivers(self) -> Sequence[int] | None:
-        """Ranks that must be given the weights; None: all. The same on every rank."""
+        """Ranks that need the weights; None: all. The same on every rank."""
         return None
 
     @abstractmethod
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Replace all weights and count the weights version up by one.
+        """Replace all weights and increment the weights version.
 
         Args:
-            release: called on every rank after each pass over `weights`, when the servers have copies: the actor may
-                give their memory up, which servers then take for their caches.
+            release: called on every rank after each pass over `weights`, when the servers have their copies. The actor
+                may free its weights then; servers use that memory for their KV caches.
 
         Returns:
-            Whether the canary is due: engines without servers never ask for one.
+            Whether the canary is due; always False for engines without servers.
         """
 
     def load_checkpoint(self, checkpoint: WeightReader) -> None:
@@ -178,23 +179,24 @@ class Engine(ABC):
 
     @abstractmethod
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Sample a completion for each request: (position in the requests, completion) as they come, of those that this
-        rank holds. Every request is held by exactly one rank, and a prompt's completions by the same one.
+        """Sample a completion for each request. Yields (position in `requests`, completion) as completions arrive, for
+        this rank's share only. Each prompt belongs to exactly one rank, with all of its completions.
 
         Args:
-            requests: all of the job's, the same on every rank; the engine distributes them.
+            requests: all requests of the job, the same on every rank; the engine distributes them.
         """
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin the same, in the background where the engine can; the caller may do something else before `finish`."""
-        self._asked = requests, sampling
+        """Begin sampling, in the background where the engine can; `finish` returns the completions."""
+        self._start_arguments = requests, sampling
 
     def finish(self) -> dict[int, Completion]:
-        """All that `stream` would have given since the last `start`, in the order of the requests."""
-        return dict(sorted(self.stream(*self._asked))) if self._asked is not None else {}
+        """This rank's completions of the last `start`, by position in its requests and in that order."""
+        return dict(sorted(self.stream(*self._start_arguments))) if self._start_arguments else {}
 
     def take_grades(self) -> dict[int, Grade]:
-        """Position in the requests of the last `finish` -> grade, of what was graded where it arrived; else nothing."""
+        """Grades of the last `finish`, by position in its requests, if the engine graded completions as they arrived;
+        else empty."""
         return {}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -202,27 +204,27 @@ class Engine(ABC):
         self.start(requests, sampling)
         return list(self.finish().values())
 
-    def rest(self) -> None:  # noqa: B027
-        """The actor computes now. Where it needs the engine's device memory, nothing is generated before the next
-        `load_weights`."""
+    def sleep(self) -> None:  # noqa: B027
+        """Give the device to the actor. Colocated servers free their device memory, so nothing is generated before the
+        next `load_weights`."""
 
     def probe(
         self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
     ) -> list[tuple[str, Completion]]:
-        """(server, completion) of the same requests from every server. The requests are the same on every rank.
+        """Send the same requests to every server; returns (server, completion). Same arguments on every rank.
 
         Args:
-            alone: asked when all that was started has been generated, so that nothing of this run is before them.
+            alone: first wait until everything that was started has been generated, so the probe does not queue.
         """
         return []
 
     def health(self) -> dict[str, str]:
-        """State of every server by its address: live, or why not. The same on every rank."""
+        """State of every server by its address: `live`, or why it is not. The same on every rank."""
         return {}
 
     def statistics(self) -> RolloutStats:
-        """What happened since the last call."""
+        """Counts since the last call."""
         return RolloutStats()
 
     def close(self) -> None:  # noqa: B027
-        """Release servers and sockets; what `start` began and nobody has finished is given up."""
+        """Release servers and sockets, and drop what was started but not finished."""

@@ -2,13 +2,13 @@
 
 It needs no server and gives exact behaviour log-probabilities. A token is chosen by inverting the cumulative
 distribution at a counter-based uniform, so a completion depends on its (seed, step, prompt, completion index) and not
-on the batch or rank it is generated in. A prompt is read once for all of its completions, a completion leaves the batch
-with its last token, and what has ended is graded while the rest is sampled:
+on the batch or rank it is generated in. A prompt is prefilled once for all of its completions, a completion leaves the
+batch with its last token, and completions are graded while others are still being sampled:
 
-    this thread         read prompts, then token after token --- 32 have ended --- token after token --- last one
-                                                                      |                                     |
-    graders' processes                                                '-> grade 32                          '-> rest
-                                                                                 take_grades waits for this ----'
+    this thread         prefill, then token after token ---- 32 have ended ---- token after token ---- last token
+                                                                  |                                         |
+    graders' processes                                            '-> grade these 32       grade the rest <-'
+                                                                      (take_grades waits for the grades)
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.hf_files import WeightReader
 from dppo_megatron.weights.provider import model_architecture
 
-_HANDED_ON = 32
-"""Completions that have ended are decoded to text, and graded, in batches of at least so many."""
+_FINISHED_BATCH = 32
+"""Finished completions are detokenized and graded in batches of at least this size, except the last."""
 
 
 class HFEngine(Engine):
-    """A model of this architecture; its weights come from the actor, not from files.
+    """A model of this architecture, without weights until `load_weights`.
 
     Args:
         max_concurrent_sequences: completions in one batch.
-        grade: grades completions of the training set, some of them at a time; returns at once.
-        records_experts: completions have the experts that their tokens were sent to.
+        grade: submits completions of the training set for grading and returns at once.
+        records_experts: add to each completion the experts that its tokens were routed to.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class HFEngine(Engine):
         self._batch = max_concurrent_sequences
         self._grade = grade
         self._graded: list[tuple[list[int], Future[list[Grade]]]] = []
-        """(positions in the requests, their grades) of the last `finish`."""
+        """(positions in the requests, their grades) for each batch that the last `finish` has submitted."""
         self._version = 0
         self.description = "rollout: embedded in every rank"
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Copy every tensor into the model. Raises ValueError if a parameter was not given."""
+        """Copy every tensor into the model. Raises ValueError if the stream lacks a parameter."""
         self._version += 1
         missing = set(self._decoder.named)
         for name, tensor in weights():
@@ -83,39 +83,39 @@ class HFEngine(Engine):
         return False
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """Prompts of similar length share a batch, so little is spent on padding."""
-        alike: dict[Sampling, list[int]] = {}
+        """See `Engine.stream`. Batches are of prompts of similar length, so that little is computed for padding."""
+        by_sampling: dict[Sampling, list[int]] = {}
         for index in own_requests(requests):
-            alike.setdefault(requests[index].sampling or sampling, []).append(index)
-        for how, order in alike.items():
+            by_sampling.setdefault(requests[index].sampling or sampling, []).append(index)
+        for parameters, order in by_sampling.items():
             order.sort(key=lambda i: len(requests[i].prompt.token_ids))
             for start in range(0, len(order), self._batch):
                 chunk = order[start : start + self._batch]
                 with recorder().span("generation", f"{len(chunk)} completions"):
-                    for row, completion in self._generate([requests[i] for i in chunk], how):
+                    for row, completion in self._generate([requests[i] for i in chunk], parameters):
                         yield chunk[row], completion
 
     def finish(self) -> dict[int, Completion]:
-        """What `start` was asked for."""
-        if self._asked is None:
+        """See `Engine.finish`. Submits completions for grading as they arrive."""
+        if self._start_arguments is None:
             return {}
-        requests, sampling = self._asked
+        requests, sampling = self._start_arguments
         self._drop_grades()
-        found: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         arriving = self.stream(requests, sampling)
-        while some := list(islice(arriving, _HANDED_ON)):
-            found |= some
+        while batch := list(islice(arriving, _FINISHED_BATCH)):
+            completions |= batch
             if self._grade is not None:
-                ended = [position for position, completion in some if completion.finish_reason != "early"]
+                ended = [position for position, completion in batch if completion.finish_reason != "early"]
                 tasks = [
                     GradeTask.of(one.prompt, got.text, one.completion_index, len(got.token_ids), got.finish_reason)
-                    for one, got in ((requests[position], found[position]) for position in ended)
+                    for one, got in ((requests[position], completions[position]) for position in ended)
                 ]
                 self._graded.append((ended, self._grade(tasks)))
-        return dict(sorted(found.items()))
+        return dict(sorted(completions.items()))
 
     def take_grades(self) -> dict[int, Grade]:
-        """Waits for those that are still being graded, and raises what `grade` does."""
+        """See `Engine.take_grades`. Waits for completions that are still being graded; raises what `grade` raises."""
         graded, self._graded = self._graded, []
         grades: dict[int, Grade] = {}
         for positions, future in graded:
@@ -128,60 +128,59 @@ class HFEngine(Engine):
         self._graded = []
 
     def close(self) -> None:
-        """Drop what is still being graded."""
         self._drop_grades()
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """(position in `requests`, completion) of one batch, as they end."""
+        """Yields (position in `requests`, completion) of one batch, as completions end."""
         prompts, prompt_of = _distinct_prompts(requests)
         tokens, visible = self._left_pad(prompts)
         cache = self._decoder.empty_cache(len(prompts), tokens.size(1))
         positions = (visible.cumsum(-1) - 1).clamp_min(0)
         logits = self._decoder.read(tokens, positions, visible, cache)
-        own = torch.tensor(prompt_of, device=self._device)
-        cache.expand(own)
-        read, seen = self._decoder.experts, visible
-        logits, positions, visible = logits[own], positions[own, -1], visible[own]
-        # -inf at the padding, for the present rows; None where all prompts have one length
+        prompt_of_row = torch.tensor(prompt_of, device=self._device)
+        cache.expand(prompt_of_row)
+        prompt_experts, prompt_visible = self._decoder.experts, visible
+        logits, positions, visible = logits[prompt_of_row], positions[prompt_of_row, -1], visible[prompt_of_row]
+        # an attention bias for the present rows, -inf at padding; None if all prompts have the same length
         padding = None if bool(visible.all()) else torch.zeros_like(visible, dtype=logits.dtype)
         if padding is not None:
             padding.masked_fill_(~visible, -torch.inf)
 
         choose = _Chooser(requests, sampling, self._device)
-        written = _Written(len(requests), sampling.max_completion_tokens, self._device, self._choices)
+        output = _BatchOutput(len(requests), sampling.max_completion_tokens, self._device, self._choices)
         if self._choices is not None:
-            written.read(read, seen, own)
+            output.add_prompt_experts(prompt_experts, prompt_visible, prompt_of_row)
         stops = torch.tensor([self._tokenizer.eos_token_id, *sampling.stop_token_ids], device=self._device)
-        rows, never = torch.arange(len(requests), device=self._device), sampling.max_completion_tokens
-        limits = torch.tensor([request.limit or never for request in requests], device=self._device)
-        for t in range(sampling.max_completion_tokens):
-            chosen, written.logprobs[rows, t] = choose(logits, rows, t)
-            written.tokens[rows, t] = chosen
+        rows, longest = torch.arange(len(requests), device=self._device), sampling.max_completion_tokens
+        limits = torch.tensor([request.limit or longest for request in requests], device=self._device)
+        for t in range(longest):
+            chosen, output.logprobs[rows, t] = choose(logits, rows, t)
+            output.tokens[rows, t] = chosen
             stopped = (chosen[:, None] == stops).any(1)
-            early = ~stopped & (limits[rows] == t + 1) & (t + 1 < never)
+            early = ~stopped & (limits[rows] == t + 1) & (t + 1 < longest)
             running = ~(stopped | early)
             num_running = int(running.sum())
             if num_running < len(rows):
-                written.end(rows[stopped], t + 1, "stop")
-                written.end(rows[early], t + 1, "early")
+                output.end(rows[stopped], t + 1, "stop")
+                output.end(rows[early], t + 1, "early")
                 moves = Moves.of(running, num_running)
                 cache.move(moves)
                 rows, chosen, positions = (moves.apply(each) for each in (rows, chosen, positions))
                 padding = None if padding is None else moves.apply(padding)
-            if num_running == 0 or t + 1 == sampling.max_completion_tokens:
+            if num_running == 0 or t + 1 == longest:
                 break
-            if len(written.ended) >= _HANDED_ON:
-                yield from self._completions(written)
+            if len(output.ended) >= _FINISHED_BATCH:
+                yield from self._completions(output)
             positions = positions + 1
             logits = self._decoder.step(chosen, positions, padding, cache)
             if self._choices is not None:
-                written.visit(rows, t, self._decoder.experts)
-        written.end(rows, sampling.max_completion_tokens, "length")
-        yield from self._completions(written)
+                output.add_experts(rows, t, self._decoder.experts)
+        output.end(rows, longest, "length")
+        yield from self._completions(output)
 
     def _left_pad(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-        """Tokens [P, longest], and which of them are no padding."""
+        """Tokens [P, longest], and a bool mask [P, longest] that is False at padding."""
         longest = max(len(token_ids) for token_ids in prompts)
         tokens = torch.full((len(prompts), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
         visible = torch.zeros_like(tokens, dtype=torch.bool)
@@ -190,65 +189,64 @@ class HFEngine(Engine):
             visible[row, longest - len(token_ids) :] = True
         return tokens.to(self._device), visible.to(self._device)
 
-    def _completions(self, written: _Written) -> list[tuple[int, Completion]]:
-        """Those that have ended and were not handed on."""
-        ended, written.ended = written.ended, []
+    def _completions(self, output: _BatchOutput) -> list[tuple[int, Completion]]:
+        """Take the completions `output.ended`, as (row, completion)."""
+        ended, output.ended = output.ended, []
         rows = torch.tensor([row for row, _, _ in ended], device=self._device)
-        tokens, logprobs = written.tokens[rows].cpu().numpy(), written.logprobs[rows].cpu().numpy()
-        # copies: a view would keep the whole array, as wide as the longest possible completion
-        kept = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
-        texts = self._detokenizer.decode(kept)
+        tokens, logprobs = output.tokens[rows].cpu().numpy(), output.logprobs[rows].cpu().numpy()
+        # copied: a view would keep the whole array alive, which is as wide as the longest possible completion
+        token_ids = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
+        texts = self._detokenizer.decode(token_ids)
         return [
             (
                 row,
                 Completion(
-                    ids, values[:length].copy(), reason, text, ((self._version, length),), written.experts(row, length)
+                    ids, values[:length].copy(), reason, text, ((self._version, length),), output.experts(row, length)
                 ),
             )
-            for (row, length, reason), ids, values, text in zip(ended, kept, logprobs, texts, strict=True)
+            for (row, length, reason), ids, values, text in zip(ended, token_ids, logprobs, texts, strict=True)
         ]
 
 
-class _Written:
+class _BatchOutput:
     """What has been sampled for the requests of a batch."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device, choices: ExpertChoices | None = None) -> None:
         self.tokens = torch.empty(rows, tokens, dtype=torch.int64, device=device)
         self.logprobs = torch.empty(rows, tokens, dtype=torch.float32, device=device)
         self.ended: list[tuple[int, int, FinishReason]] = []
-        """(row, length, why) of those that have ended and were not handed on."""
-
+        """(row, length, reason) of the completions that have ended and were not taken yet."""
         self._choices = choices
-        self._prompts: list[ExpertArray] = []
+        self._prompt_experts: list[ExpertArray] = []
         if choices is not None:
             shape = rows, tokens, choices.layers, choices.per_token
-            self._visited = np.empty(shape, choices.dtype)
+            self._token_experts = np.empty(shape, choices.dtype)
 
-    def read(self, experts: Tensor | None, visible: Tensor, own: Tensor) -> None:
-        """The prompts have been sent to `experts` [P, longest, layers, k]; `own` [B]: which of them is each row's."""
+    def add_prompt_experts(self, experts: Tensor | None, visible: Tensor, prompt_of_row: Tensor) -> None:
+        """Record the experts [P, longest, layers, k] of the prompts' tokens. prompt_of_row: [B] index into P."""
         assert experts is not None and self._choices is not None
-        whole = experts.cpu().numpy().astype(self._choices.dtype)
-        each = [row[seen] for row, seen in zip(whole, visible.cpu().numpy(), strict=True)]
-        self._prompts = [each[prompt] for prompt in own.tolist()]
+        padded = experts.cpu().numpy().astype(self._choices.dtype)
+        each = [row[mask] for row, mask in zip(padded, visible.cpu().numpy(), strict=True)]
+        self._prompt_experts = [each[prompt] for prompt in prompt_of_row.tolist()]
 
-    def visit(self, rows: Tensor, t: int, experts: Tensor | None) -> None:
-        """Token t of `rows` [n] has been sent to `experts` [n, 1, layers, k]."""
+    def add_experts(self, rows: Tensor, t: int, experts: Tensor | None) -> None:
+        """Record the experts [n, 1, layers, k] of token t of `rows` [n]."""
         assert experts is not None
-        self._visited[rows.cpu().numpy(), t] = experts[:, 0].cpu().numpy()
+        self._token_experts[rows.cpu().numpy(), t] = experts[:, 0].cpu().numpy()
 
     def experts(self, row: int, length: int) -> ExpertArray | None:
-        """See `Completion.experts`: of all tokens but the last, which has been sent nowhere."""
+        """See `Completion.experts`: for all tokens but the last, which is never an input of the model."""
         if self._choices is None:
             return None
-        return np.concatenate([self._prompts[row], self._visited[row, : length - 1]])
+        return np.concatenate([self._prompt_experts[row], self._token_experts[row, : length - 1]])
 
-    def end(self, rows: Tensor, length: int, why: FinishReason) -> None:
-        """`rows` [n] get no more."""
-        self.ended += [(row, length, why) for row in rows.tolist()]
+    def end(self, rows: Tensor, length: int, reason: FinishReason) -> None:
+        """Mark `rows` [n] as ended after `length` tokens."""
+        self.ended += [(row, length, reason) for row in rows.tolist()]
 
 
 def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The different prompts of a batch, and for each request which of them is its own.
+    """The distinct prompts of a batch, and for each request the index of its prompt.
 
     Example: requests for prompts A, A, B, A give [A, B] and [0, 0, 1, 0].
     """
@@ -258,7 +256,7 @@ def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]
 
 
 def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:
-    """An engine with the checkpoint's own weights, without an actor: for scoring a finished model."""
+    """An engine with the weights of a checkpoint, without an actor: for scoring a finished model."""
     engine = HFEngine(
         model_architecture(config.model),
         tokenizer,
@@ -266,13 +264,12 @@ def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkp
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         max_concurrent_sequences=config.rollout.limits.max_concurrent_sequences,
     )
-
     engine.load_checkpoint(checkpoint)
     return engine
 
 
 class _Chooser:
-    """Picks each row's next token: at its counter-based uniform, or the most likely one at temperature 0."""
+    """Chooses each row's next token: by its counter-based uniform, or the most likely token at temperature 0."""
 
     def __init__(self, requests: Sequence[Request], sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
@@ -295,9 +292,9 @@ class _Chooser:
 
 
 def truncate_logits(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Logits [n, V] with -inf where top-k, then top-p on what it leaves, forbid a token: the engines' order.
+    """Logits [n, V] with -inf at tokens that top-k, then top-p on the rest, exclude; vLLM and SGLang use this order.
 
-    A token is kept while the more likely ones have less than `top_p` together, so at least one is.
+    A token is kept if all more likely tokens together have less than `top_p`, so at least one token is kept.
     """
     if 0 < top_k < logits.size(-1):
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)

@@ -1,12 +1,12 @@
-"""Servers on the job's own machines: the first rank of each starts and ends those there, rank 0 uses all of them.
+"""Servers on the job's own nodes: the first rank of each node starts and ends that node's servers; rank 0 uses all.
 
-    first rank of node n    starts, waits for answers    at each weight sync: starts again what has ended or hangs
-    rank 0                  is told their addresses      says which of them hang; asks them, as any other server
+    first rank of node n    starts servers, waits for them    at each weight sync: restarts those that ended or hang
+    rank 0                  gets their addresses              reports which of them hang; uses them like any server
 
-All calls are collective, and nothing happens between them: unlike `dppo-megatron serve` (`serve.py`), a machine does
-not start a server again by itself, since one that shares its GPU with the actor would take memory in the middle of an
-update. And no key is in a file, nor does a restart wait for a shared file system to show it. The kernel ends the
-servers with the ranks that have started them.
+All calls are collective, and nothing happens between calls: unlike `dppo-megatron serve` (`serve.py`), a node does not
+restart a server on its own, because a server that shares its GPU with the actor would take memory in the middle of an
+update. Addresses and keys pass between ranks, not through files, so a restart does not wait for a shared file system.
+The kernel ends the servers with the rank that has started them.
 """
 
 from __future__ import annotations
@@ -32,116 +32,115 @@ _READY_S = 5.0
 
 
 class JobServers:
-    """The servers of a job that starts them; without `has_actor` its ranks have no GPUs."""
+    """The servers of a job that launches them itself. Without `has_actor`, its ranks use no GPUs."""
 
     def __init__(self, config: Config, nodes: Nodes, *, has_actor: bool = True) -> None:
         self._config, self._nodes, self._has_actor = config, nodes, has_actor
-        self.here: list[LaunchedServer] = []
-        """Those that this rank has started."""
+        self.local: list[LaunchedServer] = []
+        """The servers that this rank has started."""
 
     def start(self) -> list[Launched]:
-        """Start all, machine by machine; returns them when they answer.
+        """Start the servers of all nodes, and return them when all answer.
 
         Raises:
-            UserError: on all ranks, if a server of one machine cannot be started or does not come; there, any other
-                error as it is. A run without the servers of one machine would work, at a fraction of its speed.
+            UserError: on all ranks, if a server of any node cannot be started or does not answer: a run without one
+                node's servers would work, but slowly. An unexpected error is raised as it is where it occurs.
         """
         hosts = listening_addresses(self._nodes)
         check_network(hosts, self._config)
-        self._on_each_machine(partial(self._start, hosts))
-        self._on_each_machine(self._await)
-        return gather_all([Launched(one.url, one.api_key, one.node, one.visible_devices) for one in self.here])
+        self._on_each_node(partial(self._start, hosts))
+        self._on_each_node(self._await)
+        return gather_all([Launched(one.url, one.api_key, one.node, one.visible_devices) for one in self.local])
 
     def restart(self, hanging: Collection[str]) -> dict[str, str]:
-        """Start those again that have ended or no longer listen, and those whose address is in `hanging`. Returns why,
-        by address, on every rank."""
+        """Restart servers that have ended or no longer listen, and those whose address is in `hanging`. Returns address
+        -> reason of the restarted servers, on every rank."""
         why = {}
-        for server in self.here:
+        for server in self.local:
             hangs = server.is_running
             if hangs and not server.has_closed() and server.url not in hanging:
                 continue
             try:
                 server.start()
                 why[server.url] = f"{'does not answer' if hangs else 'had ended'} (its log: {server.log})"
-            except UserError as error:  # it has started before, so the next sync tries again
+            except UserError as error:  # not fatal: it did start once, and the next sync tries again
                 show(f"rollout: {error}")
         return dict(gather_all(list(why.items())))
 
     def await_started(self, starting: Collection[str]) -> None:
-        """Return when none of those is still starting; one that fails at it is left alone."""
-        for server in self.here:
+        """Wait until no server at the addresses `starting` is still starting; a failed start is ignored."""
+        for server in self.local:
             if server.url in starting:
                 with suppress(UserError):
                     self._await_one(server)
         barrier()
 
     def end(self, out: Collection[str]) -> None:
-        """End those at these addresses, and what they have started, until `restart`: one that does not answer keeps its
-        device memory as long as it lives. Returns when that is free on every machine."""
-        ended = [server for server in self.here if server.url in out]
+        """End the servers at the addresses `out`, with their child processes, until `restart`: a server that does not
+        answer keeps its device memory as long as it lives. Returns when the memory is free on every node."""
+        ended = [server for server in self.local if server.url in out]
         for server in ended:
-            show(f"rollout: the launched server {server.url} is out; it is ended, for its memory, until the next sync")
+            show(f"rollout: the launched server {server.url} is out; ending it until the next sync, to free its memory")
         stop_all(ended)
         barrier()
 
     def close(self) -> None:
-        """End those of this machine."""
-        stop_all(self.here)
+        stop_all(self.local)
 
     def _start(self, hosts: Sequence[str]) -> None:
         node, name = self._nodes.node, f"node{self._nodes.node}_" if self._nodes.node else ""
-        self.here = make_servers(self._config, hosts[node], node, name, has_actor=self._has_actor)
-        for server in self.here:
+        self.local = make_servers(self._config, hosts[node], node, name, has_actor=self._has_actor)
+        for server in self.local:
             server.start()
 
     def _await(self) -> None:
-        with progress("rollout servers", len(self.here), f"started ({self.here[0].log})") as advance:
-            for done, server in enumerate(self.here):
+        with progress("rollout servers", len(self.local), f"started ({self.local[0].log})") as advance:
+            for done, server in enumerate(self.local):
                 self._await_one(server, lambda done=done: advance(done))  # type: ignore[misc]
                 advance(done + 1)
 
     def _await_one(self, server: LaunchedServer, tick: Callable[[], None] = lambda: None) -> None:
         rollout = self._config.rollout
-        asked = make_server(rollout, server.url, server.api_key, 0)
+        client = make_server(rollout, server.url, server.api_key, 0)
 
-        def ask() -> None:
+        def probe() -> None:
             tick()
-            asked.healthy(timeout_s=_READY_S)
+            client.healthy(timeout_s=_READY_S)
 
-        server.wait_ready(ask, rollout.limits.start_timeout_s)
+        server.wait_ready(probe, rollout.limits.start_timeout_s)
 
-    def _on_each_machine(self, action: Callable[[], None]) -> None:
-        """On the first rank of each. Whatever goes wrong on one: the others wait for it below."""
+    def _on_each_node(self, action: Callable[[], None]) -> None:
+        """Run `action` on the first rank of each node. If it fails on one, all ranks raise: see `start`."""
         failed: Exception | None = None
         try:
             if self._nodes.is_first:
                 action()
-        except Exception as error:
+        except Exception as error:  # of any kind: the other ranks wait in gather_all below
             failed = error
         is_users = isinstance(failed, UserError | OSError)
         text = str(failed) if is_users else f"{type(failed).__name__}: {failed}"
         where = f"{socket.gethostname()} (rank {self._nodes.rank}): " if self._nodes.rank else ""
         problems = gather_all([] if failed is None else [where + text])
         if failed is not None and not is_users:
-            raise failed  # a fault of this program: keep its traceback
+            raise failed  # a bug in this program: keep its traceback
         if problems:
             raise on_every_rank(UserError(problems[0]))
 
 
 def listening_addresses(nodes: Nodes) -> list[str]:
-    """By machine of the job, the address by which the others reach it; loopback if there is one machine. Collective."""
+    """For each node, the address by which the other nodes reach it; loopback if there is only one node. Collective."""
     if nodes.count == 1:
         return ["127.0.0.1"]
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     toward_master = gather_all([(nodes.node, address_toward(master))])
-    found = dict(reversed(toward_master))  # the first rank of each machine decides
-    # Rank 0's machine may know itself by a loopback name (Debian's 127.0.1.1): what another one sees of it is right.
-    found[0] = from_rank_zero(lambda: address_toward(found[1]))
-    return [found[node] for node in range(nodes.count)]
+    addresses = dict(reversed(toward_master))  # reversed, so that the first rank of each node decides
+    # on rank 0's node MASTER_ADDR may resolve to loopback (Debian's 127.0.1.1), so look from there toward node 1
+    addresses[0] = from_rank_zero(lambda: address_toward(addresses[1]))
+    return [addresses[node] for node in range(nodes.count)]
 
 
 def check_network(addresses: Sequence[str], config: Config) -> None:
-    """Raise UserError for servers that would listen on a network which the user has not allowed."""
+    """Raise UserError if servers would listen on a network that the user has not allowed."""
     outside = [address for address in addresses if address not in LOOPBACK and not ip_address(address).is_loopback]
     if outside and not config.rollout.servers.allow_remote_endpoints:
         raise UserError(

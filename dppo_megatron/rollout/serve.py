@@ -1,10 +1,10 @@
-"""Servers of a machine that does not train: started, announced, watched, and taken away again.
+"""`dppo-megatron serve`: starts servers on a machine that does not train, registers them, and restarts those that fail.
 
-    main thread     start all -> wait until each is ready -> announce it -> every 5 s: heartbeat; restart the dead
-    SIGTERM, ^C     remove the addresses, then end the servers
+    main thread     start all -> wait until each is ready -> register it -> every 5 s: heartbeat; restart dead servers
+    SIGTERM, ^C     remove the registrations, then end the servers
     kill -9         the kernel ends the servers; their heartbeat stops, and the trainer drops them after 60 s
 
-The trainer's part is `servers/directory.py` and `Membership` in `servers/connect.py`.
+The trainer finds them with `servers/directory.py` and `Membership` in `servers/connect.py`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted, UserError
 
 _READY_S = 5.0
-_LOOK_S = 0.5
-"""Between two looks at a server that is starting."""
+_CHECK_S = 0.5
+"""Interval between two checks of a server that is starting."""
 _MOST_STARTS = 3
-"""Starts in a row after which a server that ends again before it was ready ends this command."""
+"""The command ends when a server that was once ready has failed this many starts in a row."""
 
 
 def serve(config: Config, host: str) -> None:
@@ -48,7 +48,7 @@ def serve(config: Config, host: str) -> None:
 
     Raises:
         UserError: the address or directory cannot be used, or a server cannot be started.
-        RunAborted: a server ends at every start.
+        RunAborted: a server that was ready before no longer starts.
     """
     check_writable("run_dir", config.run_dir, directory=True)  # for the servers' logs
     address = _resolved(host)
@@ -58,62 +58,62 @@ def serve(config: Config, host: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     name = f"{host}-{os.getpid()}-"
     with ExitStack() as undo:
-        asked_to_end = _listen(undo)
+        should_end = _end_on_signals(undo)
         servers = make_servers(config, address, name=name, has_actor=False)
         undo.callback(stop_all, servers)
         for server in servers:
             server.start()
         served = [Served(server, config, directory, f"{name}{index}") for index, server in enumerate(servers)]
         for one in served:
-            undo.callback(one.withdraw)  # before stop_all: a trainer must not ask a server that is about to end
+            undo.callback(one.withdraw)  # before stop_all: trainers must send nothing to a server that is about to end
         with progress("rollout servers", len(served), f"started ({servers[0].log})") as advance:
-            while any(one.is_starting for one in served) and not asked_to_end.wait(_LOOK_S):
+            while any(one.is_starting for one in served) and not should_end.wait(_CHECK_S):
                 for one in served:
-                    one.look()
+                    one.check()
                 advance(sum(not one.is_starting for one in served))
-        while not asked_to_end.wait(_LOOK_S if any(one.is_starting for one in served) else HEARTBEAT_S):
+        while not should_end.wait(_CHECK_S if any(one.is_starting for one in served) else HEARTBEAT_S):
             for one in served:
-                one.look()
+                one.check()
     log("serve: ended")
 
 
 class Served:
-    """One server of this command: starting, announced, or ended."""
+    """One server of this command: starting, registered, or ended."""
 
     def __init__(self, server: LaunchedServer, config: Config, directory: Path, name: str) -> None:
         self._server, self._directory, self._name = server, directory, name
         self._entry = RegistryEntry(server.url, server.api_key, config.rollout.engine)
-        self._ask = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
+        self._probe = partial(make_server(config.rollout, server.url, server.api_key, 0).healthy, timeout_s=_READY_S)
         self._timeout_s = config.rollout.limits.start_timeout_s
-        self._patience_s = HUNG_S
-        if config.rollout.engine == "sglang":  # does not answer while it loads weights (0.5.23); trainers wait so long
-            self._patience_s = max(HUNG_S, config.rollout.limits.sync_timeout_s)
+        self._hung_s = HUNG_S
+        if config.rollout.engine == "sglang":  # SGLang 0.5.23 does not answer while it loads weights
+            self._hung_s = max(HUNG_S, config.rollout.limits.sync_timeout_s)  # as long as trainers wait for a sync
         self._registration: Registration | None = None
         self._was_ready = False
         self._starts = 1
-        """In a row, without having been ready."""
+        """Consecutive starts since the server was last ready."""
         self._silent_since = math.inf
         self._deadline = time.monotonic() + self._timeout_s
 
     @property
     def is_starting(self) -> bool:
-        """Not announced since its last start."""
+        """Whether it has not been registered since its last start."""
         return self._registration is None
 
-    def look(self) -> None:
-        """Announce it when it is ready, show that it lives, start it again when it has ended or hangs."""
+    def check(self) -> None:
+        """Register it when it is ready, then send its heartbeat; restart it when it has ended or hangs."""
         server = self._server
         if not server.is_running:
-            self._start_again(f"ended with code {server.exit_code}")
+            self._restart(f"ended with code {server.exit_code}")
         elif self._registration is not None:
-            if server.is_ready(self._ask, math.inf, self._timeout_s):
+            if server.is_ready(self._probe, math.inf, self._timeout_s):
                 self._silent_since = math.inf
-            else:  # counted from its first silence: this process may itself have stood still
+            else:  # from its first failed check, not its last good one: this process itself may have been suspended
                 self._silent_since = min(self._silent_since, time.monotonic())
-                if time.monotonic() - self._silent_since > self._patience_s:
-                    return self._start_again(f"has not answered for {self._patience_s:.0f} s")
+                if time.monotonic() - self._silent_since > self._hung_s:
+                    return self._restart(f"has not answered for {self._hung_s:.0f} s")
             self._registration.beat()
-        elif server.is_ready(self._ask, self._deadline, self._timeout_s):
+        elif server.is_ready(self._probe, self._deadline, self._timeout_s):
             self._was_ready, self._starts, self._silent_since = True, 0, math.inf
             try:
                 self._registration = Registration(self._directory, self._name, self._entry)
@@ -122,12 +122,12 @@ class Served:
             log(f"serve: {server.url} is ready; its address is in {self._directory}")
 
     def withdraw(self) -> None:
-        """Take its file out of the registry, so that no trainer asks it."""
+        """Remove its file from the registry, so that no trainer uses it."""
         if self._registration is not None:
             self._registration.remove()
             self._registration = None
 
-    def _start_again(self, problem: str) -> None:
+    def _restart(self, problem: str) -> None:
         server = self._server
         self.withdraw()
         if not self._was_ready or self._starts >= _MOST_STARTS:
@@ -138,25 +138,26 @@ class Served:
         server.start()
 
 
-def _listen(undo: ExitStack) -> threading.Event:
-    """Set by SIGTERM and SIGINT."""
-    asked_to_end = threading.Event()
+def _end_on_signals(undo: ExitStack) -> threading.Event:
+    """An event that SIGTERM and SIGINT set; `undo` restores the previous handlers."""
+    should_end = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     for number, handler in before.items():
         undo.callback(signal.signal, number, handler)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked_to_end.set())
+        signal.signal(number, lambda *_: should_end.set())
     ignore_signals()
-    return asked_to_end
+    return should_end
 
 
 def _resolved(host: str) -> str:
-    """An address that the registry may name. Raises UserError: Debian gives a machine's own name 127.0.1.1."""
+    """The address of `host`, by which other machines reach it. Raises UserError if it cannot be such an address."""
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host}: no such host: {error}") from None
-    found = ip_address(address)
-    if found.is_unspecified or (found.is_loopback and host not in (address, *LOOPBACK)):
+    parsed = ip_address(address)
+    # loopback counts only if it was asked for: Debian resolves a machine's own name to 127.0.1.1
+    if parsed.is_unspecified or (parsed.is_loopback and host not in (address, *LOOPBACK)):
         raise UserError(f"--host {host} is {address} on this machine: give an address by which the trainer reaches it")
     return address

@@ -1,16 +1,17 @@
-"""Servers as the loop's engine: rank 0 decides, a client on each node asks, every rank takes its share.
+"""The engine that generates with servers: rank 0 dispatches, a client on each node sends requests, every rank takes its
+share of the completions.
 
     rank 0     start: plan of groups -> rollout thread (dispatch.py) <-> clients (client/remote.py) <-> servers
-    any rank   start: the same plan, for the places of what it will hold
+    any rank   start: makes the same plan, to know which request each completion of its share answers
                finish: waits for rank 0's broadcast over gloo, then takes its share from its node's client; parts of a
-                       group that had to go to servers of another node's client are brought to the rest of it
-    rank 0     load_weights: main thread; the rollout thread is done, or its requests are treated by
-               `rollout.sync.in_flight`
+                       group that are at several nodes are brought together on one rank
+    rank 0     load_weights: main thread; requests of the rollout thread have ended, or are handled as
+               `rollout.sync.in_flight` says
 
-Several rollouts may have been started (`rollout.async_steps`); `finish` is about the one of the earliest step.
+Several rollouts may be in progress (`rollout.async_steps`); `finish` waits for that of the earliest step.
 
-One rank decides, so load balance, retries and weights version are state in one place and no protocol between ranks. It
-decides from scalars, so the number of tokens does not matter.
+Since one rank decides, load balance, retries and the weights version are state in one place and need no protocol
+between ranks. Rank 0 handles scalars only, so its work does not grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
-        has_actor: False where weights come from files, so not from a GPU: over NCCL none could be sent, and no place
-            of CUDA_VISIBLE_DEVICES is a rank's.
-        client_hook: given how many rollout clients there are, says what each is to make for grading its completions;
-            what it returns is pickled.
+        has_actor: False if weights come from files instead of a GPU: they cannot be sent over NCCL then, and ranks use
+            none of CUDA_VISIBLE_DEVICES.
+        client_hook: called with the number of rollout clients; returns the factory, to be pickled, with which each
+            client makes its grading hook.
 
     Raises:
-        UserError: a server cannot be reached, serves another model, is too old, or was started without what is needed.
+        UserError: a server cannot be reached, serves another model, is too old, or was started without a needed option.
     """
 
     has_servers = True
@@ -85,45 +86,44 @@ class ServerEngine(Engine):
     ) -> None:
         self._config = config
         self._detokenizer, self._vocab_size = Detokenizer.of(tokenizer), architecture.vocab_size
-        self._form: Callable[[Weights], Weights] = lambda weights: weights
+        self._quantize: Callable[[Weights], Weights] = lambda weights: weights
         if (quantization := config.rollout.quantization) != "off":
             names, power_of_two = rounded_names(architecture), quantization == "fp8_pow2"
-            self._form = lambda weights: quantized(weights, names, power_of_two=power_of_two)
+            self._quantize = lambda weights: quantized(weights, names, power_of_two=power_of_two)
         self._stop_ids = (int(tokenizer.eos_token_id),)
-        self._replayed = architecture.expert_choices if config.actor.routing_replay == "engine" else None
+        self._expert_choices = architecture.expert_choices if config.actor.routing_replay == "engine" else None
         self._nodes = Nodes.of(gather_all([launched_node(rank())]), rank())
         self._grades: dict[int, Grade] = {}
         self._grades_in_client = client_hook is not None
         self._stats = RolloutStats()
         self._started: list[Work] = []
-        self._numbers = itertools.count(1)
-        """Of rollouts; all ranks count alike."""
+        self._rollout_numbers = itertools.count(1)
         self._zero: OnRankZero[RankZero] = OnRankZero()
         self._client: NodeClient | None = None
         self._channel: Channel | None = None
-        self._own: JobServers | None = None
+        self._job_servers: JobServers | None = None
         launched: list[Launched] = []
         try:
             device = this_device(self._nodes.node, on_gpu=has_actor and torch.cuda.is_available())
             devices, hosts = gather_all([device]), listening_addresses(self._nodes)
             if config.rollout.servers.launch == "local":
-                self._own = JobServers(config, self._nodes, has_actor=has_actor)
-                launched = self._own.start()
+                self._job_servers = JobServers(config, self._nodes, has_actor=has_actor)
+                launched = self._job_servers.start()
 
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
-                """On rank 0: reach every server, and wait for the clients from now on."""
-                found = connect(config, architecture, devices, launched)
-                zero = RankZero(config, architecture, found, launched, hosts)
+                """On rank 0: reach every server, and listen for the clients."""
+                servers = connect(config, architecture, devices, launched)
+                zero = RankZero(config, architecture, servers, launched, hosts)
                 self._zero = OnRankZero(zero)
-                return zero.meeting, zero.nodes, found.description, found.channel, found.device_map
+                return zero.rendezvous, zero.nodes, servers.description, servers.channel, servers.device_map
 
-            meeting, self._owners, self.description, channel, device_map = from_rank_zero(connected)
-            self._secret, self._take_path = meeting.secret, meeting.take_path(self._nodes.node)
-            if self._nodes.is_first and self._nodes.node in self._owners:
+            rendezvous, self._client_nodes, self.description, channel, device_map = from_rank_zero(connected)
+            self._secret, self._take_path = rendezvous.secret, rendezvous.take_path(self._nodes.node)
+            if self._nodes.is_first and self._nodes.node in self._client_nodes:
                 path, decode = self._take_path, self._detokenizer
-                hook = client_hook(len(self._owners)) if client_hook is not None else None
-                client = Setup(self._nodes.node, meeting.address, meeting.secret, path, decode, hook)
-                self._client = NodeClient(client)
+                hook = client_hook(len(self._client_nodes)) if client_hook is not None else None
+                setup = Setup(self._nodes.node, rendezvous.address, self._secret, path, decode, hook)
+                self._client = NodeClient(setup)
             self._zero.ask(RankZero.await_clients)
             self._channel = self._make_channel(channel, device_map)
         except BaseException:
@@ -131,36 +131,35 @@ class ServerEngine(Engine):
             raise
         run = from_rank_zero(lambda: secrets.token_hex(4))
         fleet = self._zero.here(lambda zero: zero.fleet)
-        settle = partial(self._zero.here, lambda zero: zero.background.join())
-        self._sync = WeightSync(config.rollout, self._channel, fleet, settle, run, self._restart)
+        finish_requests = partial(self._zero.here, lambda zero: zero.background.join())
+        self._sync = WeightSync(config.rollout, self._channel, fleet, finish_requests, run, self._restart)
 
     @property
     def receivers(self) -> Sequence[int]:
-        """See `Engine.receivers`: rank 0, or the ranks on the servers' GPUs."""
+        """See `Engine.receivers`: rank 0, or over `ipc` the ranks that share a device with a server's worker."""
         return self._channel.receivers if self._channel is not None else (0,)
 
     @property
     def holders(self) -> int:
-        """How many ranks are given completions: those of the nodes whose client asks servers."""
-        return sum(node in self._owners for node in self._nodes.of_rank)
+        """Number of ranks that get completions: all ranks of the nodes that have a client."""
+        return sum(node in self._client_nodes for node in self._nodes.of_rank)
 
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Sync every server that answers; see `sync/weight_sync.py`. Raises RunAborted if none has the weights in the
-        end."""
+        """Sync all servers that answer; see `sync/weight_sync.py`. Raises RunAborted if none took the weights."""
         if self._config.rollout.servers.colocate:
-            torch.cuda.empty_cache()  # what the update has freed is the servers' now, and torch would keep it
+            torch.cuda.empty_cache()  # torch would keep memory that the update has freed and the servers need
             barrier()
-        proven = self._sync.to(self._form(weights), release)
-        self._go_on()
-        return proven
+        is_proven = self._sync.to(self._quantize(weights), release)
+        self._resume_rollouts()
+        return is_proven
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.stream`. With several ranks all of it comes at the end."""
+        """See `Engine.stream`. With several ranks, all completions are yielded at the end."""
         if len(self._nodes.of_rank) > 1 or self._started:
             self.start(requests, sampling)
             yield from self.finish().items()
             return
-        work = self._plan(requests, sampling, next(self._numbers))
+        work = self._plan(requests, sampling, next(self._rollout_numbers))
         while True:
             try:
                 for _ in self._zero.ask(lambda zero: dispatch(zero.fleet, work)):
@@ -172,71 +171,74 @@ class ServerEngine(Engine):
         self._zero.here(lambda zero: zero.count(work, self._sync.version, self._stats))
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin generating in the background, behind what was started of earlier steps."""
-        self._started.append(self._plan(requests, sampling, next(self._numbers)))
+        """Begin generating in the background; rollouts of earlier steps have priority."""
+        self._started.append(self._plan(requests, sampling, next(self._rollout_numbers)))
         self._zero.here(lambda zero: zero.begin(self._started[-1]))
 
     def finish(self) -> dict[int, Completion]:
-        """Wait for what was started of the earliest step. The completions are those that this node's client has taken
-        in, shared evenly by its ranks; a training prompt's are together, also where they came from several nodes."""
+        """Wait for the started rollout of the earliest step. The ranks of a node share the completions of its client
+        evenly; all completions of a training prompt are on one rank, even if several nodes received them."""
         assert self._started, "start comes first"
-        first = min(self._started, key=lambda work: work.order)
-        self._started.remove(first)
-        while self._zero.ask(lambda zero: zero.background.wait(first)):
+        work = min(self._started, key=lambda one: one.order)
+        self._started.remove(work)
+        while self._zero.ask(lambda zero: zero.background.wait(work)):
             self._sync.again()
-            self._go_on()
-        found: dict[int, Completion] = {}
-        gone: list[str] = []
+            self._resume_rollouts()
+        completions: dict[int, Completion] = {}
+        errors: list[str] = []
         try:
-            found = self._take(first)
-        except RunAborted as error:  # of this node's client: the other nodes' ranks would go on without this one
-            gone = [f"node {self._nodes.node}: {error}"]
-        if gone := gather_all(gone):
-            raise on_every_rank(RunAborted(gone[0]))
-        lost, homes = from_rank_zero(lambda: (first.missing, first.homes))
+            completions = self._take(work)
+        except RunAborted as error:  # this node's client has ended: ranks of other nodes must stop too
+            errors = [f"node {self._nodes.node}: {error}"]
+        if errors := gather_all(errors):
+            raise on_every_rank(RunAborted(errors[0]))
+        lost, homes = from_rank_zero(lambda: (work.missing, work.homes))
         if homes:
-            self._reunite(found, homes, first.places)
-        of_group = Counter(group for group, _ in lost)
+            self._reunite(completions, homes, work.places)
+        num_lost = Counter(group for group, _ in lost)
         for (group, position), why in lost.items():
-            places = first.places[group]
-            nobodys = of_group[group] == len(places)
-            # who has the rest of a group has what is missing of it; that may have been aborted, and be here
-            if any(place in found for place in places) or (nobodys and self._zero.is_here):
+            places = work.places[group]
+            # the rank that has the rest of the group gets its missing completions; rank 0 those of a group lost whole
+            all_lost = num_lost[group] == len(places)
+            if any(place in completions for place in places) or (all_lost and self._zero.is_here):
                 missing = Completion(np.empty(0, np.int64), np.empty(0, np.float32), "abort", "")
-                if found.setdefault(places[position], missing) is missing:
+                # a lost completion that was aborted may have arrived in part: that part stays
+                if completions.setdefault(places[position], missing) is missing:
                     self._grades[places[position]] = Grade(math.nan, failure=f"{UNSAMPLED}: {why}")
-        self._zero.here(lambda zero: zero.count(first, self._sync.version, self._stats))
-        return dict(sorted(found.items()))
+        self._zero.here(lambda zero: zero.count(work, self._sync.version, self._stats))
+        return dict(sorted(completions.items()))
 
-    def _reunite(self, found: dict[int, Completion], homes: dict[int, int], places: Sequence[Sequence[int]]) -> None:
-        """Bring what has landed elsewhere of a group to the rank that holds it at its home. Collective.
+    def _reunite(
+        self, completions: dict[int, Completion], homes: dict[int, int], places: Sequence[Sequence[int]]
+    ) -> None:
+        """Send completions of groups that arrived at several nodes to the rank that has the group at its home node.
+        Changes `completions`. Collective.
 
         Args:
-            homes: the node of each group that is at several.
+            homes: the home node of each group that is at several nodes.
         """
         node = self._nodes.node
-        strays = [place for group, home in homes.items() if home != node for place in places[group] if place in found]
-        leaving = [(place, found.pop(place), self._grades.pop(place, None)) for place in strays]
-        mine = {place for group in homes if any(one in found for one in places[group]) for place in places[group]}
+        strays = [at for group, home in homes.items() if home != node for at in places[group] if at in completions]
+        leaving = [(place, completions.pop(place), self._grades.pop(place, None)) for place in strays]
+        mine = {at for group in homes if any(one in completions for one in places[group]) for at in places[group]}
         for place, completion, grade in itertools.chain.from_iterable(from_each(leaving)):
-            # one that was aborted may be in one place, and what came of asking again in another
-            if place in mine and (place not in found or found[place].finish_reason == "abort"):
-                found[place] = completion
+            # an aborted completion may be at one node and the result of its retry at another: the retry wins
+            if place in mine and (place not in completions or completions[place].finish_reason == "abort"):
+                completions[place] = completion
                 self._grades.pop(place, None)
                 if grade is not None:
                     self._grades[place] = grade
 
     def take_grades(self) -> dict[int, Grade]:
-        """The hook's grades of the completions of the last `finish`, by position in its requests; empty without a
-        hook, and for requests of a stream."""
+        """Grades of the last `finish` from the clients' hooks, by position in its requests; empty without a hook."""
         taken, self._grades = self._grades, {}
         return taken
 
     def probe(
         self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
     ) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`. All servers at once. One without a whole answer in `_PROBE_S` is logged and left out of
-        the result; whether it is out is decided by its health probe."""
+        """See `Engine.probe`; all servers at once. A server without a complete answer after `_PROBE_S` is logged and
+        left out of the result, but not marked out: its health probe decides that."""
 
         def probed(zero: RankZero) -> list[tuple[str, Completion]]:
             work = self._plan(requests, sampling)
@@ -250,17 +252,15 @@ class ServerEngine(Engine):
 
         return self._zero.ask(probed)
 
-    def rest(self) -> None:
-        """No generation until the next `load_weights`: colocated servers give their device memory back. What was
-        started and is not finished goes on then."""
-        if self._own is not None and self._config.rollout.servers.colocate:
-            # one that started now would take memory during the update
-            self._own.await_started(self._zero.ask(lambda zero: zero.fleet.starting()))
-            # every rank waits: before, the servers still hold its GPU
-            self._own.end(self._sync.sleep(keeps=bool(self._started)))
+    def sleep(self) -> None:
+        """See `Engine.sleep`. Unfinished rollouts resume after the next `load_weights`."""
+        if self._job_servers is not None and self._config.rollout.servers.colocate:
+            # a server that is still starting would otherwise take memory during the update
+            self._job_servers.await_started(self._zero.ask(lambda zero: zero.fleet.starting()))
+            # every rank waits here, as the servers hold its GPU's memory until they sleep
+            self._job_servers.end(self._sync.sleep(keeps=bool(self._started)))
 
     def health(self) -> dict[str, str]:
-        """As rank 0 sees it."""
         return self._zero.ask(lambda zero: zero.fleet.health())
 
     def statistics(self) -> RolloutStats:
@@ -269,69 +269,69 @@ class ServerEngine(Engine):
         return taken
 
     def close(self) -> None:
-        """End launched servers and this node's client; other servers go on, without this run's requests."""
-        with ExitStack() as each:  # the last is called first, and all are, also where one fails
+        """End launched servers and this node's client. Other servers keep running; this run's requests are aborted."""
+        with ExitStack() as each:  # callbacks run in reverse order, and all of them even if one raises
             if self._channel is not None:
                 each.callback(self._channel.close)
-            if self._own is not None:
-                each.callback(self._own.close)
+            if self._job_servers is not None:
+                each.callback(self._job_servers.close)
             self._zero.here(lambda zero: each.callback(zero.fleet.close))
             if self._client is not None:
                 each.callback(self._client.close)
             self._zero.here(lambda zero: each.callback(zero.clients.close))
-            with suppress(RunAborted):  # a client that has ended has nothing to be cancelled
+            with suppress(RunAborted):  # a client that has ended has no requests left to abort
                 self._zero.here(lambda zero: zero.abort(self._started))
 
-    def _go_on(self) -> None:
-        """After a sync, which may have found the rollouts with nothing in flight and nobody to ask."""
-        self._zero.here(lambda zero: zero.background.go_on())
+    def _resume_rollouts(self) -> None:
+        """After a sync: the rollout thread ends when no server is live, and must be started again."""
+        self._zero.here(lambda zero: zero.background.resume())
 
     def _make_channel(self, name: ChannelName, device_map: DeviceMap) -> Channel:
-        """On every rank: some take part in a sync though only rank 0 talks to servers."""
+        """Made on every rank: only rank 0 talks to servers, but other ranks take part in a sync too."""
         rollout, fleet = self._config.rollout, self._zero.here(lambda zero: zero.fleet)
         bucket_bytes, timeout_s = rollout.sync.bucket_mb << 20, rollout.limits.sync_timeout_s
         if name == "disk":
             run_dir = Path(self._config.run_dir)
-            # two runs may share a directory; a run that is started again must find its own, to remove it
-            own = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
-            directory = Path(rollout.sync.dir) / own if rollout.sync.dir else run_dir / "sync"
+            # unique, as two runs may share `sync.dir`; stable, as a restarted run removes what it left there
+            name_of_run = f"{run_dir.name}_{zlib.crc32(str(run_dir.absolute()).encode()):08x}"
+            directory = Path(rollout.sync.dir) / name_of_run if rollout.sync.dir else run_dir / "sync"
             return DiskChannel(fleet, directory, self._config.model.hf_path, bucket_bytes, timeout_s)
         if name == "ipc":
             return SharedMemoryChannel(fleet, device_map, OFFERS[rollout.engine], bucket_bytes, timeout_s)
         return BroadcastChannel(fleet, name, bucket_bytes, timeout_s)
 
     def _restart(self) -> None:
-        """The job's own servers that have ended or hang are started again, on every machine."""
-        if self._own is not None:
-            again = self._own.restart(self._zero.ask(lambda zero: zero.fleet.hanging()))
-            self._zero.here(lambda zero: zero.fleet.restarted(again))
+        """Restart the job's own servers that have ended or hang, on every node."""
+        if self._job_servers is not None:
+            restarted = self._job_servers.restart(self._zero.ask(lambda zero: zero.fleet.hanging()))
+            self._zero.here(lambda zero: zero.fleet.restarted(restarted))
 
     def _plan(self, requests: Sequence[Request], sampling: Sampling, number: int = 0) -> Work:
-        """The requests in groups. The same on every rank; a probe is rank 0's alone, and has no number."""
+        """Group the requests; the same result on every rank. `number` is 0 for a probe, which only rank 0 plans."""
         trains = not any(request.stream for request in requests)
         size = selection_settings(self._config).widest_group
-        if not (trains and number):  # else `Work.spread` sees to it, and the parts stay together
+        if not (trains and number):  # `Work.spread` splits training groups that are too large for a server
             size = min(size, self._config.rollout.limits.max_concurrent_sequences)
-        groups, places = grouped(requests, sampling, size, self._stop_ids, self._replayed)
+        groups, places = grouped(requests, sampling, size, self._stop_ids, self._expert_choices)
         newest = self._sync.version + max(1, self._config.rollout.async_steps)
         expected = Expected(self._vocab_size, self._sync.version, newest, self._sync.run)
         prompts = []
         if trains and self._grades_in_client and self._zero.is_here:
             prompts = [pickle.dumps(replace(requests[place[0]].prompt, token_ids=())) for place in places]
         work = Work(groups, expected, prompts, places, may_lose=trains, may_split=trains)
-        work.order = requests[0].step if trains and requests else 0  # an evaluation is asked before every step
+        work.order = requests[0].step if trains and requests else 0  # evaluations have priority over every step
         work.number = number
         return work
 
     def _take(self, work: Work) -> dict[int, Completion]:
-        """What this node's client holds for this rank, by position in the requests, in their order."""
-        if self._nodes.node not in self._owners:
+        """Take this rank's share from its node's client; completions by position in the requests, in that order."""
+        if self._nodes.node not in self._client_nodes:
             return {}
-        shares = self._nodes.neighbours
-        found = {}
-        for arrived in take(self._take_path, self._secret, shares.index(self._nodes.rank), len(shares), work.number):
+        ranks = self._nodes.local_ranks
+        completions = {}
+        for arrived in take(self._take_path, self._secret, ranks.index(self._nodes.rank), len(ranks), work.number):
             place = work.places[arrived.index][arrived.position]
-            found[place] = arrived.completion
+            completions[place] = arrived.completion
             if arrived.grade is not None:
                 self._grades[place] = arrived.grade
-        return dict(sorted(found.items()))
+        return dict(sorted(completions.items()))

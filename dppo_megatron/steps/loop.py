@@ -77,7 +77,7 @@ class Loop:
         self._engine = make_engine(job, dtype, layout.device)
         with ExitStack() as undo:
             undo.callback(self._engine.close)  # if the model cannot be built, no servers stay behind
-            self._engine.rest()  # frees device memory for the actor
+            self._engine.sleep()  # frees device memory for the actor
             self._offload = what_to_offload(config, layout.device.type)
             with progress("building the actor", len(job.checkpoint.names), "tensors read") as advance:
                 read = set[str]()  # some are read twice: tied embeddings, and heads that several shards have
@@ -168,7 +168,7 @@ class Loop:
         """All weights on rank 0, under their Hugging Face names; the engine cannot generate after this. Collective.
         Raises RunAborted if the canary shows that servers had other weights."""
         if self._offload == "all":
-            self._engine.rest()
+            self._engine.sleep()
         self._judge_canary()
         return self.actor.weights(to=[0])
 
@@ -268,7 +268,7 @@ class Loop:
         before the step's first update, and the reference policy's, each only if the settings need it
         (docs/objectives.md)."""
         objective, timers = self.job.config.objective, step.record.timers
-        self._engine.rest()
+        self._engine.sleep()
         self._judge_canary()
         needs_old, needs_reference = needs_old_logprobs(objective), objective.kl.coef > 0
         if not (needs_old or needs_reference or self._records_routes):

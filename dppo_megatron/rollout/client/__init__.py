@@ -1,1 +1,1 @@
-"""The rollout client: a process on each node that asks servers, reads their answers and keeps the tokens."""
+"""The rollout client: a process on each node that sends requests, reads the servers' answers and keeps the tokens."""

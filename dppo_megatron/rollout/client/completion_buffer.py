@@ -1,7 +1,7 @@
-"""The completions that a client keeps until a rank takes them, and how they change hands: a message each.
+"""The completions that a client keeps until a rank takes them, and the transfer of a rank's share.
 
-A rank's share of a rollout comes over the unix socket of its node, completion after completion, an empty message behind
-the last. So neither end holds more than one of them twice, and a client that dies in between is noticed.
+A share travels over the unix socket of its node, one message per completion, followed by an empty message. So at most
+one completion is in memory twice, and a missing empty message shows that the client has died.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ class BufferedGroup:
     index: int
     sampled: Sequence[Sampled]
     texts: list[str] = field(default_factory=list)
-    """One a completion; empty until it may be taken."""
+    """One per completion; empty until the group is ready to be taken."""
     grades: Sequence[Grade | None] = ()
-    """One a completion, None for what was aborted or stopped early; or none: nothing was graded."""
+    """One per completion, None if it was aborted or stopped early; empty if nothing was graded."""
     rollout: int = 0
     number: int = 0
-    """In the order in which the rollout's groups have landed here, which decides the share. The index in the rollout
-    cannot: of two clients one may have all even ones."""
+    """Order of arrival at this client within the rollout; decides whose share the group is in. The index in the rollout
+    cannot decide that: of two clients, one may have all even indices."""
     first: int = 0
-    """Position in the group of its first completion here; what lands later takes the place of what was aborted."""
+    """Position in the group of the first completion here: aborted completions of a group are requested again alone."""
 
 
 class CompletionBuffer:
-    """Held groups by ticket. The event loop puts; the hand-over thread takes."""
+    """Groups by ticket. The event loop puts them in; the hand-over thread takes them out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._groups: dict[int, BufferedGroup] = {}
         self._numbers: dict[int, dict[int, int]] = {}
-        """Of each rollout's groups by their index: what is asked for again of one goes where the rest goes."""
+        """Rollout -> group index -> number. Completions of a group that are requested again go to the same share."""
 
     def put(self, ticket: int, group: BufferedGroup) -> None:
-        """Hold a group that has landed. Groups are numbered in that order."""
+        """Store a group that has arrived, and number it."""
         with self._lock:
             numbers = self._numbers.setdefault(group.rollout, {})
             group.number = numbers.setdefault(group.index, len(numbers))
             self._groups[ticket] = group
 
     def drop(self, tickets: Sequence[int]) -> None:
-        """Forget the groups of these tickets, where it has them."""
+        """Discard the groups of these tickets, as far as they are here."""
         with self._lock:
             for ticket in tickets:
                 self._groups.pop(ticket, None)
@@ -63,36 +63,36 @@ class CompletionBuffer:
         with self._lock:
             return ticket in self._groups
 
-    def settle(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
-        """It may be taken from now on. Returns whether it is still wanted."""
+    def mark_ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
+        """Mark a group as ready to be taken. Returns False if it was dropped meanwhile."""
         with self._lock:
             if ticket in self._groups:
                 self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
     def take(self, share: int, shares: int, rollout: int = 0) -> list[BufferedGroup]:
-        """What is ready of a rollout and belongs to a share, in the order of the groups; it is held no longer."""
+        """Remove and return a share of a rollout's ready groups, ordered by index."""
         with self._lock:
-            ready = [(ticket, one) for ticket, one in self._groups.items() if one.texts and one.rollout == rollout]
-            mine = [ticket for ticket, one in ready if one.number % shares == share]
+            ready = [(ticket, group) for ticket, group in self._groups.items() if group.texts]
+            ready = [(ticket, group) for ticket, group in ready if group.rollout == rollout]
+            mine = [ticket for ticket, group in ready if group.number % shares == share]
             taken = sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
-            if not any(one.rollout == rollout for one in self._groups.values()):
+            if not any(group.rollout == rollout for group in self._groups.values()):
                 self._numbers.pop(rollout, None)
             return taken
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One completion on its way to the rank that holds it."""
+    """One completion on its way from the client to a rank."""
 
     index: int
-    """Of its group in the rollout."""
+    """Index of its group in the rollout."""
     position: int
-    """In its group."""
     sampled: Sampled
     text: str
     grade: Grade | None
-    """The hook's; None: not graded there."""
+    """The grading hook's; None: not graded in the client."""
 
     @property
     def completion(self) -> Completion:
@@ -100,7 +100,7 @@ class Arrived:
 
 
 def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
-    """Send a share. Pickled: both ends are this job's, and have shown its key."""
+    """Send a share. Pickle is safe here: both ends have proven that they hold the job's key."""
     for group in groups:
         for position, (one, text) in enumerate(zip(group.sampled, group.texts, strict=True)):
             grade = group.grades[position] if group.grades else None
@@ -109,13 +109,12 @@ def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
 
 
 def take_over(peer: socket.socket) -> Iterator[Arrived]:
-    """The completions of a share. Raises ConnectionError if it is not whole."""
+    """Receive a share. Raises ConnectionError if it is incomplete."""
     while message := receive(peer):
         yield pickle.loads(message)
 
 
 def completion_of(one: Sampled, text: str) -> Completion:
-    """As the loop knows it."""
     ids = one.token_ids.astype(np.int64)
     return Completion(ids, one.logprobs, one.finish_reason, text, tuple(spans_of(one)), one.experts)
 
@@ -129,7 +128,7 @@ class Hook(Protocol):
     """Grades completions in the client's process."""
 
     def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
-        """One grade a task, in their order; a grading that fails is a grade with a `failure`. Does not wait."""
+        """One grade per task, in order; a failed grading is a grade with a `failure`. Does not wait."""
 
     def close(self) -> None: ...
 

@@ -1,5 +1,5 @@
-"""Token ids to text, in a rank or in a client: apart from what crosses sockets, which a rank without servers never
-imports."""
+"""Token ids to text, in a rank or in a rollout client. In a module of its own, so that a rank without servers does not
+import the rest of this package."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Detokenizer:
-    """Token ids to text as the trainer's tokenizer does it; picklable.
+    """Decodes like the trainer's tokenizer; picklable.
 
-    A fast tokenizer travels as its JSON and is decoded by `tokenizers` without importing transformers, which takes
-    seconds; any other travels as it is.
+    A fast tokenizer is pickled as its JSON and decodes with `tokenizers` alone: importing transformers takes seconds.
+    Any other tokenizer is pickled whole.
     """
 
     fast: Any = None
-    """A `tokenizers.Tokenizer`, which is pickled as its JSON."""
+    """A `tokenizers.Tokenizer`."""
     whole: Any = None
 
     @staticmethod
     def of(tokenizer: Any) -> Detokenizer:
-        """By the fast backend alone where it gives the same text as `tokenizer.decode`."""
+        """Uses the fast backend alone if it gives the same text as `tokenizer.decode`."""
         from transformers import PreTrainedTokenizerFast
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -35,7 +35,7 @@ class Detokenizer:
         return Detokenizer(whole=tokenizer)
 
     def decode(self, completions: Sequence[npt.NDArray[np.int32]]) -> list[str]:
-        """One text a completion, without special tokens."""
+        """One text per completion, without special tokens."""
         lists = [ids.tolist() for ids in completions]
         if self.fast is not None:
             return list(self.fast.decode_batch(lists, skip_special_tokens=True))

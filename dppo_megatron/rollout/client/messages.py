@@ -1,8 +1,8 @@
-"""What crosses the sockets between the trainer and its rollout clients: a proof of the job's key, then msgpack.
+"""The messages between the trainer and its rollout clients: a handshake that proves the job's key, then msgpack.
 
-Used over a unix socket on one machine and over TCP between nodes. Before anything is decoded both ends prove that they
-hold the key (HMAC-SHA256 of both ends' nonces), which travels through the job's own process group. The proof is made
-once: what follows is neither signed nor encrypted, as torch's own connections between ranks are not either.
+They travel over a unix socket on one machine and over TCP between nodes. Before anything is decoded, both ends prove
+that they hold the key (HMAC-SHA256 of both ends' nonces); the ranks share the key through the job's process group. Only
+the handshake is authenticated: later messages are neither signed nor encrypted, like torch's connections between ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class ClientHello(msgspec.Struct, frozen=True, tag=True):
 
     node: int
     sockets: int
-    """That it may open: the hard limit on open files, less what it needs itself."""
+    """How many it may open: the hard limit on open files, less the files it needs itself."""
 
 
 class ServerAddress(msgspec.Struct, frozen=True):
-    """One server, as a client asks it; known by its address."""
+    """How a client reaches one server. `peer.url` identifies the server."""
 
     peer: Peer
     dialect: AnyDialect
     workers: tuple[Peer, ...] = ()
-    """Of a router: the servers behind it."""
+    """If it is a router: the servers behind it."""
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):
-    """The servers that the client will be asked to ask."""
+    """Servers to which rank 0 will have the client send requests."""
 
     servers: list[ServerAddress]
 
@@ -46,7 +46,8 @@ class Servers(msgspec.Struct, frozen=True, tag=True):
 class EndRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
     drops: bool
-    """Their completions are not wanted, and the servers not told: the connections close."""
+    """True: close the connections and discard the completions. False: ask the servers to abort, and keep what they have
+    generated so far."""
 
 
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
@@ -54,8 +55,8 @@ class ClientLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeShare(msgspec.Struct, frozen=True):
-    """A rank of the client's node asks for its share of what is ready of a rollout: every `shares`-th group, from
-    `share` on."""
+    """A rank of the client's node requests its share of a rollout's ready groups: every `shares`-th group, starting
+    with number `share`."""
 
     share: int
     shares: int
@@ -78,48 +79,49 @@ class HandshakeFailed(Exception):
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
-    """A socket to `address`: a path, or host:port."""
+    """A socket connected to `address`: the path of a unix socket, or host:port."""
     if address.startswith("/"):
-        found = socket.socket(socket.AF_UNIX)
-        found.settimeout(timeout_s)
-        found.connect(address)
-        return found
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(timeout_s)
+        peer.connect(address)
+        return peer
     host, _, port = address.rpartition(":")
-    found = socket.create_connection((host, int(port)), timeout=timeout_s)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return found
+    peer = socket.create_connection((host, int(port)), timeout=timeout_s)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
 
 
 def handshake(peer: socket.socket, key: bytes, *, listens: bool) -> None:
-    """Show the other end that this one holds the key. Raises HandshakeFailed unless it shows the same, OSError if it is
-    silent or gone. The proof names its end, so that none can be sent back."""
+    """Prove to the other end that this end holds the key, and check its proof. Raises HandshakeFailed if that is wrong,
+    OSError if the other end does not answer or has closed the connection."""
     own = os.urandom(_NONCE_BYTES)
     peer.sendall(own)
-    theirs = _exactly(peer, _NONCE_BYTES)
+    theirs = _receive_exactly(peer, _NONCE_BYTES)
     nonces = own + theirs if listens else theirs + own
+    # each proof contains its end's role, so a proof cannot be reflected to the end that made it
     listener, caller = (hmac.digest(key, role + nonces, "sha256") for role in (b"listens", b"connects"))
     peer.sendall(listener if listens else caller)
-    if not hmac.compare_digest(_exactly(peer, 32), caller if listens else listener):
+    if not hmac.compare_digest(_receive_exactly(peer, 32), caller if listens else listener):
         raise HandshakeFailed("wrong key")
 
 
 def send(peer: socket.socket, message: bytes) -> None:
-    """One message; blocks until the kernel has it."""
+    """Send one message; blocks until the kernel has taken it."""
     peer.sendall(framed(message))
 
 
 def receive(peer: socket.socket) -> bytes:
-    """One message; blocks. Raises ConnectionError at the end of the stream."""
-    message = read_frame(partial(_exactly, peer))
-    assert message is not None, "_exactly raises at the end"
+    """Read one message; blocks. Raises ConnectionError at the end of the stream."""
+    message = read_frame(partial(_receive_exactly, peer))
+    assert message is not None, "_receive_exactly raises at the end of the stream"
     return message
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = peer.recv(min(1 << 20, size - len(found)))
+def _receive_exactly(peer: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        piece = peer.recv(min(1 << 20, size - len(received)))
         if not piece:
             raise ConnectionError("the other end has closed the connection")
-        found += piece
-    return bytes(found)
+        received += piece
+    return bytes(received)

@@ -1,16 +1,16 @@
-"""The rollout client's process: an event loop that asks servers, and threads that never touch a socket of theirs.
+"""The rollout client's process: an event loop that talks to the servers, and threads that do the rest.
 
-    event loop        one task a ticket: POST, decode, check          waits for: sockets
+    event loop        one task per ticket: POST, decode, check        waits for: sockets
       reads Submit/EndRequests from rank 0, writes Completed/Graded/AttemptFailed
-    text thread       a group's tokens to texts, in one batch         waits for: groups that have landed
+    text thread       detokenizes a group in one batch                waits for: completed groups
     hook's threads    grade completions, see `rewards/pool.py`        wait for: texts, their processes
-    hand-over thread  gives a rank of this node its share             waits for: the unix socket
+    hand-over thread  sends a rank of this node its share             waits for: the unix socket
 
-Started by the first rank of a node, with its setup on stdin: other users can read command lines, and so a key in one.
-It ends with that rank, even if that is killed: the kernel sends it SIGUSR2, and its sockets end. SIGTERM does not end
-it: torchrun and Slurm send that to all of a job's processes, and rank 0 finishes its step then.
+The first rank of a node starts it and writes the setup to its stdin: a command line would show the key to other users.
+It ends with that rank, even if the rank is killed: the kernel then sends SIGUSR2, and the connection to rank 0 closes.
+SIGTERM does not end it: torchrun and Slurm send SIGTERM to all processes of a job, and rank 0 then finishes its step.
 
-It imports no torch. At 1 Mtok/s it uses about one core, none of which is the trainer's interpreter.
+It imports no torch. At 1 Mtok/s it uses about one core, and none of that time blocks the trainer's interpreter.
 """
 
 from __future__ import annotations
@@ -85,53 +85,51 @@ from dppo_megatron.rollout.servers.wire import (
 from dppo_megatron.types import Grade, GradeTask
 
 OWN_FILES = 64
-"""Open files that the client needs beside a socket for each group in flight."""
+"""Open files that the client needs in addition to the sockets of its requests."""
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
-_TOGETHER_S = 0.01
-"""Messages to rank 0 go out at most so often: each time they wake a thread that takes the interpreter from training."""
+_SEND_INTERVAL_S = 0.01
+"""Minimum time between two writes to rank 0: each wakes a thread there that takes the interpreter from training."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a client gets on stdin from the rank that starts it."""
+    """What a client reads from stdin, written by the rank that starts it."""
 
     node: int
     rank_zero: str
-    """Where rank 0 listens: a path or host:port."""
+    """Address on which rank 0 listens: the path of a unix socket, or host:port."""
     secret: bytes = field(repr=False)
     take_path: str = ""
-    """Where ranks of this node ask for their shares."""
+    """Unix socket on which ranks of this node request their shares."""
     detokenizer: Detokenizer | None = None
     hook: HookFactory | None = None
     parent: int = field(default_factory=os.getpid)
     import_path: list[str] = field(default_factory=lambda: list(sys.path))
-    """The trainer's: a user's grader may be a module that only the trainer's path finds."""
+    """The trainer's `sys.path`: a user's grader may be a module that only this path finds."""
 
 
 class Client:
-    """The process's state. Everything but `_text`, `_graded` and `_serve_ranks` runs in the event loop."""
+    """The process's state. Everything but `_detokenize`, `_graded` and `_serve_ranks` runs in the event loop."""
 
     def __init__(self, setup: Setup, control: socket.socket) -> None:
         self._setup, self._control = setup, control
-        self._held = CompletionBuffer()
-        self._asks: dict[int, tuple[Submit, asyncio.Task[None]]] = {}
-        self._other_tasks: set[asyncio.Task[None]] = set()
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._buffer = CompletionBuffer()
+        self._attempts: dict[int, tuple[Submit, asyncio.Task[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
         self._sockets = raise_file_limit() - OWN_FILES
-        self._asker = Asker(self._sockets)
+        self._servers = ServerConnections(self._sockets)
         self._hook = setup.hook() if setup.hook else None
         self._unsent: list[bytes] = []
-        """Messages to rank 0, in order."""
-        self._flushed = 0.0
-        """When something was last sent."""
-        self._takes = socket.socket(socket.AF_UNIX)
-        self._takes.bind(setup.take_path)  # before the first word to rank 0, which then lets ranks come here
-        self._takes.listen(64)
+        self._last_write_s = 0.0
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(setup.take_path)  # before the hello to rank 0: ranks may connect as soon as it has arrived
+        self._listener.listen(64)
 
     async def run(self) -> None:
-        """Until rank 0 closes the connection."""
+        """Work until rank 0 closes the connection."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         self._send(ClientHello(self._setup.node, self._sockets))
         threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
@@ -139,97 +137,100 @@ class Client:
         try:
             while piece := await reader.read(1 << 16):
                 for message in received.feed(piece):
-                    self._obey(TO_CLIENT.decode(message))
+                    self._handle(TO_CLIENT.decode(message))
         except ConnectionError:
             pass  # the run has ended
         finally:
-            await self._asker.close()
+            await self._servers.close()
             if self._hook is not None:
                 self._hook.close()
 
-    def _obey(self, message: ToClient) -> None:
+    def _handle(self, message: ToClient) -> None:
         if isinstance(message, Servers):
-            self._asker.know(message.servers)
+            self._servers.add(message.servers)
         elif isinstance(message, Submit):
-            self._asks[message.ticket] = (message, self._begin(self._answer(message)))
+            self._attempts[message.ticket] = (message, self._start_task(self._attempt(message)))
         else:
             for ticket in message.tickets:
-                if message.drops and ticket in self._asks:
-                    self._asks.pop(ticket)[1].cancel()
-                elif ticket in self._asks:
-                    ask, _ = self._asks[ticket]
-                    self._begin(self._asker.end(ask.server, ask.group))
+                if message.drops and ticket in self._attempts:
+                    self._attempts.pop(ticket)[1].cancel()
+                elif ticket in self._attempts:
+                    submit, _ = self._attempts[ticket]
+                    self._start_task(self._servers.abort(submit.server, submit.group))
             if message.drops:
-                self._held.drop(message.tickets)
+                self._buffer.drop(message.tickets)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._other_tasks.add(task)  # the loop itself keeps weak references only
-        task.add_done_callback(self._other_tasks.discard)
+        self._tasks.add(task)  # asyncio keeps only a weak reference to a task
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _answer(self, ask: Submit) -> None:
+    async def _attempt(self, submit: Submit) -> None:
         try:
-            sampled = await self._sampled(ask)
+            sampled = await self._sample(submit)
         except Refused as error:
-            self._fail(AttemptFailed(ask.ticket, "refused", str(error), error.status, error.retry_after_s))
+            self._fail(AttemptFailed(submit.ticket, "refused", str(error), error.status, error.retry_after_s))
         except BadAnswer as error:
-            self._fail(AttemptFailed(ask.ticket, "bad", str(error)))
+            self._fail(AttemptFailed(submit.ticket, "bad", str(error)))
         except Unreachable as error:
-            self._fail(AttemptFailed(ask.ticket, "unreachable", str(error)))
+            self._fail(AttemptFailed(submit.ticket, "unreachable", str(error)))
         except OurFault as error:
-            self._fail(AttemptFailed(ask.ticket, "ours", str(error)))
-        except Exception as error:  # an answer that we do not foresee must not leave its request waiting
-            self._fail(AttemptFailed(ask.ticket, "bad", brief(error)))
+            self._fail(AttemptFailed(submit.ticket, "ours", str(error)))
+        except Exception as error:  # an unforeseen answer must not leave rank 0 waiting for this ticket
+            self._fail(AttemptFailed(submit.ticket, "bad", brief(error)))
         else:
-            self._asks.pop(ask.ticket, None)
-            self._held.put(ask.ticket, BufferedGroup(ask.index, sampled, rollout=ask.rollout, first=ask.first))
+            self._attempts.pop(submit.ticket, None)
+            group = BufferedGroup(submit.index, sampled, rollout=submit.rollout, first=submit.first)
+            self._buffer.put(submit.ticket, group)
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
             spans = [span for one in sampled if one.finish_reason != "abort" for span in spans_of(one)]
-            again = sum(
-                len(ask.group.prompt_ids) + start for one in sampled for _, start, _ in one.weights_versions[1:]
-            )
-            self._send(Completed(ask.ticket, lengths, list(reasons), spans, again))
-            self._texts.submit(self._text, ask, sampled)
+            prompt = len(submit.group.prompt_ids)
+            # each later weights version began with a prefill of the prompt and of the tokens sampled before it
+            read_again = sum(prompt + start for one in sampled for _, start, _ in one.weights_versions[1:])
+            self._send(Completed(submit.ticket, lengths, list(reasons), spans, read_again))
+            self._text_thread.submit(self._detokenize, submit, sampled)
 
-    async def _sampled(self, ask: Submit) -> list[Sampled]:
-        """Raises as `Asker.ask`."""
+    async def _sample(self, submit: Submit) -> list[Sampled]:
+        """Raises like `ServerConnections.generate`."""
         for left in reversed(range(STALE_TRIES)):
-            named = _with_own_id(ask)
-            self._asks[ask.ticket] = (named, self._asks[ask.ticket][1])
+            unique = _with_unique_id(submit)
+            self._attempts[submit.ticket] = (unique, self._attempts[submit.ticket][1])
             try:
-                return await self._asker.ask(named)
+                return await self._servers.generate(unique)
             except Stale:
                 if not left:
                     raise
-                self._begin(self._asker.end(named.server, named.group))  # the server may have read it, and go on
+                # the server may have read the request before the connection broke, and be generating
+                self._start_task(self._servers.abort(unique.server, unique.group))
         raise AssertionError("the last try returns or raises")
 
-    def _text(self, ask: Submit, sampled: Sequence[Sampled]) -> None:
-        """In the text thread."""
+    def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
+        """Detokenize a group and start its grading; runs in the text thread."""
         try:
             detokenizer = self._setup.detokenizer
             arrays = [one.token_ids for one in sampled]
             texts = detokenizer.decode(arrays) if detokenizer is not None else [""] * len(arrays)
-            sent = [text.encode(errors="replace").decode() for text in texts]  # half a surrogate pair is no UTF-8
+            sent = [text.encode(errors="replace").decode() for text in texts]  # UTF-8 cannot encode a lone surrogate
+            # a completion that was stopped early or aborted has no end to grade
             ended = [index for index, one in enumerate(sampled) if one.finish_reason not in ("early", "abort")]
-            if self._hook is None or not ask.prompt or not ended:
-                self._ready(ask.ticket, sent, ())
-            elif ask.ticket in self._held:
-                # written by this job's rank 0, over a connection that has shown the job's key
-                prompt = pickle.loads(ask.prompt)
+            if self._hook is None or not submit.prompt or not ended:
+                self._ready(submit.ticket, sent, ())
+            elif submit.ticket in self._buffer:
+                # pickled by this job's rank 0, and received over a connection that has proven the job's key
+                prompt = pickle.loads(submit.prompt)
                 tasks = [
                     GradeTask.of(
-                        prompt, texts[at], ask.first + at, len(sampled[at].token_ids), sampled[at].finish_reason
+                        prompt, texts[at], submit.first + at, len(sampled[at].token_ids), sampled[at].finish_reason
                     )
                     for at in ended
                 ]
-                self._hook.submit(tasks).add_done_callback(partial(self._graded, ask.ticket, sent, ended))
+                self._hook.submit(tasks).add_done_callback(partial(self._graded, submit.ticket, sent, ended))
         except BaseException as error:
             self._lost(error)
 
     def _graded(self, ticket: int, texts: list[str], ended: list[int], graded: Future[list[Grade]]) -> None:
-        """In a thread of the hook's; `ended` are the completions that were graded: the others have no end to grade."""
+        """Add the grades of the completions `ended`, which are all that were graded; runs in a thread of the hook."""
         try:
             known = graded.result()
             if len(known) != len(ended):
@@ -238,99 +239,100 @@ class Client:
             for index, grade in zip(ended, known, strict=True):
                 grades[index] = grade
             self._ready(ticket, texts, grades)
-        except BaseException as error:  # else rank 0 would wait for this group
+        except BaseException as error:  # else rank 0 would wait for this group forever
             self._lost(error)
 
     def _ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> None:
-        """From any thread."""
-        if self._held.settle(ticket, texts, grades):
+        """Thread-safe."""
+        if self._buffer.mark_ready(ticket, texts, grades):
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))
 
     def _lost(self, error: BaseException) -> None:
-        """From any thread: this client cannot do its work."""
+        """Report to rank 0 that this client cannot go on; thread-safe."""
         self._loop.call_soon_threadsafe(self._send, ClientLost(brief(error)))
 
     def _fail(self, message: AttemptFailed) -> None:
-        self._asks.pop(message.ticket, None)
+        self._attempts.pop(message.ticket, None)
         self._send(message)
 
     def _send(self, message: FromClient) -> None:
-        """Have it sent soon, with what else there is by then."""
+        """Queue a message to rank 0; messages of the same interval are written together."""
         self._unsent.append(framed(ENCODER.encode(message)))
         if len(self._unsent) == 1:
-            self._loop.call_at(self._flushed + _TOGETHER_S, self._write)
+            self._loop.call_at(self._last_write_s + _SEND_INTERVAL_S, self._write)
 
     def _write(self) -> None:
-        self._flushed = self._loop.time()
+        self._last_write_s = self._loop.time()
         self._writer.writelines(self._unsent)
         self._unsent = []
 
     def _serve_ranks(self) -> None:
         while True:
-            peer, _ = self._takes.accept()
+            peer, _ = self._listener.accept()
             with peer, contextlib.suppress(OSError, HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
                 handshake(peer, self._setup.secret, listens=True)
                 take = TAKE.decode(receive(peer))
-                hand_over(peer, self._held.take(take.share, take.shares, take.rollout))
+                hand_over(peer, self._buffer.take(take.share, take.shares, take.rollout))
 
 
-class Asker:
-    """Asks servers over at most so many `sockets` at a time. Made and used in a running event loop."""
+class ServerConnections:
+    """Sends requests to servers over at most `sockets` connections at a time. Made and used in a running event loop."""
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
         self._servers: dict[str, ServerAddress] = {}
-        self._going_on: set[str] = set()
-        """Ids of the requests that are asked and not to be ended."""
+        self._running: set[str] = set()
+        """Ids of requests in flight that have not been aborted."""
 
-    def know(self, servers: list[ServerAddress]) -> None:
-        """The servers that may be asked; another one at a known address takes its place."""
+    def add(self, servers: list[ServerAddress]) -> None:
+        """Add servers; one with a known address replaces the previous server there."""
         for address in servers:
             self._servers[address.peer.url] = address
             self._transport.know(address.peer)
 
-    async def ask(self, ask: Submit) -> list[Sampled]:
-        """The completions of a group, checked. One that is to be ended before its last round was posted has none: a
-        server could not end what it gets after it was told to.
+    async def generate(self, submit: Submit) -> list[Sampled]:
+        """The completions of a group, checked.
+
+        If the request is aborted before its last round is posted, that round is not posted and the completions are
+        empty: the server could not abort a request that reaches it after the abort.
 
         Raises:
             Unreachable (Stale among them), Refused, BadAnswer, OurFault.
         """
-        server, request_id = self._servers[ask.server], ask.group.request_id
+        server, group = self._servers[submit.server], submit.group
         answers: list[bytes] = []
-        self._going_on.add(request_id)
+        self._running.add(group.request_id)
         try:
-            async with asyncio.timeout(ask.timeout_s):
-                for calls in server.dialect.rounds(ask.group):
-                    if request_id not in self._going_on:
-                        return [as_sampled((), (), "abort", ())] * ask.group.count
-                    answers = await self._post_all(server, calls, ask.group.answer_bytes)
+            async with asyncio.timeout(submit.timeout_s):
+                for calls in server.dialect.rounds(group):
+                    if group.request_id not in self._running:
+                        return [as_sampled((), (), "abort", ())] * group.count
+                    answers = await self._post_all(server, calls, group.answer_bytes)
         except TimeoutError:
-            raise Unreachable(f"{server.peer.url}: no complete answer after {ask.timeout_s:g} s") from None
+            raise Unreachable(f"{server.peer.url}: no complete answer after {submit.timeout_s:g} s") from None
         except OurFault as error:
             raise OurFault(
-                f"the rollout client can open no more connections ({error}); it keeps to {self._sockets}, for its limit"
-                " on open files (ulimit -n)"
+                f"the rollout client can open no more connections ({error}); it opens at most {self._sockets},"
+                " because of its limit on open files (ulimit -n)"
             ) from None
         finally:
-            self._going_on.discard(request_id)
-        return checked(server.dialect.read(answers, ask.group), ask.group, ask.expected)
+            self._running.discard(group.request_id)
+        return checked(server.dialect.read(answers, group), group, submit.expected)
 
-    async def end(self, server: str, group: GenerateRequest) -> None:
-        """Have the server end a request; one that cannot be reached has ended it, or its probe will find it hung. All
-        workers of a router are asked: only the router knows which of them has it."""
-        self._going_on.discard(group.request_id)
+    async def abort(self, server: str, group: GenerateRequest) -> None:
+        """Have the server abort a request. Failures are ignored: a server that cannot be reached no longer runs the
+        request, or its health probe will find it hung."""
+        self._running.discard(group.request_id)
         address = self._servers[server]
         calls = address.dialect.abort_calls(group)
-        # at once: none waits for one that hangs
-        await asyncio.gather(*(self._end_at(peer, calls) for peer in address.workers or [address.peer]))
+        # to all workers of a router, which alone knows who has the request; at once, so that none waits for another
+        await asyncio.gather(*(self._abort_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._transport.close()
 
-    async def _end_at(self, peer: Peer, calls: Sequence[Call]) -> None:
+    async def _abort_at(self, peer: Peer, calls: Sequence[Call]) -> None:
         for call in calls:
             try:
                 await self._transport.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
@@ -338,7 +340,7 @@ class Asker:
                 return
 
     async def _post_all(self, server: ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
-        """Their answers, in order. The first that fails ends the others."""
+        """The answers to `calls`, in order. The first failure cancels the other calls."""
         peer, post = server.peer, self._transport.request
         if len(calls) == 1:
             return [bytes(await post(peer, "POST", calls[0].path, calls[0].body, max_bytes))]
@@ -346,38 +348,38 @@ class Asker:
         try:
             return [bytes(answer) for answer in await asyncio.gather(*posts)]
         finally:
-            for begun in posts:
-                begun.cancel()
+            for task in posts:
+                task.cancel()
 
 
-def _with_own_id(ask: Submit) -> Submit:
-    """The attempt under a unique id: an earlier one at the same group, whose connection has just been closed, may still
-    run on the server, and SGLang refuses an id that it has."""
-    unique = f"{ask.group.request_id}.{secrets.token_hex(4)}"
-    return msgspec.structs.replace(ask, group=msgspec.structs.replace(ask.group, request_id=unique))
+def _with_unique_id(submit: Submit) -> Submit:
+    """The attempt under a unique request id. An earlier attempt at the group, whose connection was just closed, may
+    still run on the server, and SGLang refuses an id that is in use."""
+    unique = f"{submit.group.request_id}.{secrets.token_hex(4)}"
+    return msgspec.structs.replace(submit, group=msgspec.structs.replace(submit.group, request_id=unique))
 
 
-def _leave(setup: Setup) -> None:
-    """End, and remove the sockets' directories: a killed trainer cannot."""
+def _exit(setup: Setup) -> None:
+    """End the process and remove the sockets' directories, which a killed trainer could not remove."""
     for path in (setup.take_path, setup.rank_zero):
         if path.startswith("/"):
             shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-    os._exit(0)  # without waiting for a thread; the kernel ends the graders
+    os._exit(0)  # does not wait for threads; the kernel ends the graders
 
 
 async def _run(setup: Setup) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _leave, setup)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _exit, setup)
     control = connect(setup.rank_zero, _CONNECT_S)
     handshake(control, setup.secret, listens=False)
     await Client(setup, control).run()
 
 
 def main() -> None:
-    """Read the setup from stdin and serve until the trainer is gone."""
+    """Read the setup from stdin and work until the trainer has ended."""
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
-    signal.signal(signal.SIGTERM, lambda *_: None)  # so too; what graders start would inherit that it is ignored
+    signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; not SIG_IGN, which children of the graders would inherit
     setup: Setup = pickle.load(sys.stdin.buffer)
     die_with_parent(signal.SIGUSR2, setup.parent)
     sys.path[:] = setup.import_path
     asyncio.run(_run(setup))
-    _leave(setup)
+    _exit(setup)

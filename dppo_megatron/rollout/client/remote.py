@@ -1,11 +1,11 @@
-"""The trainer's ends of the rollout clients: starting one on each node, asking through them, taking completions over.
+"""The trainer's side of the rollout clients: starts one per node, sends requests through them, and takes completions.
 
     node 0   rank 0 ---- starts ----> client 0 <--- take --- ranks of node 0
                 ^ '---- control (unix socket, or TCP between nodes) ----.
     node 1   rank 8 ---- starts ----> client 1 <--- take --- ranks of node 1
 
-Rank 0 listens and clients connect to it; both show the job's key first. Each client owns every n-th server. What a
-client brings in is shared evenly by the ranks of its node.
+Rank 0 listens and the clients connect to it; both ends first prove that they hold the job's key. With n clients, each
+owns every n-th server. The ranks of a node share the completions of their client evenly.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ _TAKE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How the job's ranks lie on its machines."""
+    """Which rank of the job is on which node."""
 
     of_rank: tuple[int, ...]
-    """[world size] number of each rank's node, counted by first appearance."""
+    """[world size] number of each rank's node, in order of first appearance."""
     rank: int
 
     @staticmethod
     def of(names: Sequence[int], rank: int) -> Nodes:
-        """From the name of each rank's node (`launched_node`): two of torchrun's agents on one machine count as two
-        nodes, since each starts servers, and ends alone.
+        """From `launched_node` of each rank. Two torchrun agents on one machine count as two nodes, since each starts
+        its own servers and can end without the other.
 
         Example: names 0, 0, 2, 2 give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
         """
@@ -79,57 +79,55 @@ class Nodes:
 
     @property
     def node(self) -> int:
-        """Number of the node that this rank is on."""
         return self.of_rank[self.rank]
 
     @property
-    def neighbours(self) -> list[int]:
-        """Ranks of this node, this one among them."""
+    def local_ranks(self) -> list[int]:
+        """Ranks of this node, including this one."""
         return [rank for rank, node in enumerate(self.of_rank) if node == self.node]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank starts its node's client."""
-        return self.rank == self.neighbours[0]
+        """Whether this rank starts its node's client and servers."""
+        return self.rank == self.local_ranks[0]
 
     @property
     def count(self) -> int:
-        """Nodes of the job."""
         return max(self.of_rank) + 1
 
 
 class ClientRendezvous(msgspec.Struct, frozen=True):
-    """What every rank must know so that clients find rank 0, and ranks their client."""
+    """Tells clients how to find rank 0, and ranks how to find the client of their node."""
 
     address: str
     secret: bytes
     name: str
-    """Of the directories for unix sockets, one on each node."""
+    """Part of the names of the directories for unix sockets."""
 
     def take_path(self, node: int) -> str:
-        """Where the client of `node` gives ranks their shares."""
+        """Unix socket on which the client of `node` serves ranks their shares."""
         return f"{_socket_directory()}/dppo-{self.name}-{node}/take"
 
 
 class Listener:
-    """Rank 0's end before the clients are there.
+    """Rank 0's listening socket, to which the clients connect.
 
     Args:
-        host: the address by which other nodes reach this one, and no other one of this machine; read if there are any.
+        host: with several nodes, the one address of this machine to listen on, by which the other nodes reach it.
     """
 
     def __init__(self, num_nodes: int, host: str = "") -> None:
         name, secret = secrets.token_hex(8), secrets.token_bytes(32)
         self._directory = Path(_socket_directory()) / f"dppo-{name}"
-        self._directory.mkdir(mode=0o700)  # other users must not put sockets there
+        self._directory.mkdir(mode=0o700)  # other users must not be able to create sockets in it
         if num_nodes == 1:
             path = str(self._directory / "rank0")
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.bind(path)
-            self.meeting = ClientRendezvous(path, secret, name)
+            self.rendezvous = ClientRendezvous(path, secret, name)
         else:
             self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            self.meeting = ClientRendezvous(f"{host}:{self.socket.getsockname()[1]}", secret, name)
+            self.rendezvous = ClientRendezvous(f"{host}:{self.socket.getsockname()[1]}", secret, name)
         self.socket.listen(num_nodes)
 
     def close(self) -> None:
@@ -138,9 +136,9 @@ class Listener:
 
 
 def _socket_directory() -> str:
-    """Where a path is short enough for a unix socket (107 bytes)."""
-    found = tempfile.gettempdir()
-    return found if len(found) < 60 else "/tmp"
+    """A directory whose name is short enough: the path of a unix socket has at most 107 bytes."""
+    directory = tempfile.gettempdir()
+    return directory if len(directory) < 60 else "/tmp"
 
 
 class NodeClient:
@@ -150,17 +148,17 @@ class NodeClient:
         self._directory = Path(setup.take_path).parent
         self._directory.mkdir(mode=0o700)
         variables = {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
-        # a session of its own: torchrun ends a rank by SIGTERM to all of the rank's
+        # in a session of its own: torchrun ends a rank by sending SIGTERM to the rank's process group
         self.process = start_python(
             "dppo_megatron.rollout.client", variables=variables, stdin=subprocess.PIPE, start_new_session=True
         )
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which rank 0 reports
+        with contextlib.suppress(BrokenPipeError):  # the client has already ended; rank 0 reports that
             pickle.dump(setup, self.process.stdin)
             self.process.stdin.close()
 
     def close(self) -> None:
-        """It ends by itself when rank 0 closes its connection; this makes sure."""
+        """Wait up to 5 s for the client, which ends when rank 0 closes its connection; then kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
         self.process.kill()
@@ -169,11 +167,7 @@ class NodeClient:
 
 
 def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) -> Iterator[Arrived]:
-    """This rank's share of what its node's client holds of a rollout.
-
-    Raises:
-        RunAborted: the client is gone.
-    """
+    """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended."""
     try:
         with connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
@@ -185,32 +179,31 @@ def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) ->
 
 
 def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = ()) -> list[int]:
-    """The client that asks each server. A configured address on loopback is on rank 0's machine.
+    """The client that owns each server, by the number of its node.
 
     Args:
-        launched_on: the machine of each server, if the job has started them: the client there asks it.
+        launched_on: if the job has started the servers, the node of each, whose client then owns it.
 
     Example: four servers elsewhere, and a job on two nodes: clients 0, 1, 0, 1.
     """
     if launched_on:
         return list(launched_on)
-    found, turn = [], 0
+    clients, turn = [], 0
     for url in urls:
-        if urlsplit(url).hostname in LOOPBACK:
-            found.append(0)
+        if urlsplit(url).hostname in LOOPBACK:  # on rank 0's machine
+            clients.append(0)
         else:
-            found.append(turn % num_clients)
+            clients.append(turn % num_clients)
             turn += 1
-    return found
+    return clients
 
 
 class Clients:
-    """All rollout clients of a job together; see `wire.RolloutClients`. On rank 0.
+    """All rollout clients of a job, used by rank 0. Implements `wire.RolloutClients`.
 
     Args:
-        of_server: the client that owns each server.
-        addresses: all servers.
-        nodes: whose clients take part beside those that own a server: more servers may come.
+        of_server: the client that owns each of `addresses`.
+        nodes: nodes whose clients take part although they own no server yet: servers may join later.
     """
 
     def __init__(
@@ -223,7 +216,7 @@ class Clients:
         self._listener, self._addresses = listener, addresses
         self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
         self._owned = Counter(of_server)
-        """How many servers each client owns, without those that have left."""
+        """How many servers each client owns, not counting those in `_gone`."""
         self._gone: set[str] = set()
         self._nodes = sorted({*of_server, *nodes})
         self._peers: dict[int, socket.socket] = {}
@@ -233,20 +226,22 @@ class Clients:
         self._lock = threading.Lock()
 
     def start(self, wanted_per_server: int) -> None:
-        """Wait for every client that owns a server, and send it its servers.
+        """Wait for every client to connect, and send it its servers. Raises RunAborted after `_START_S`.
 
-        Raises:
-            RunAborted: one has not connected after `_START_S`.
+        Args:
+            wanted_per_server: requests in flight that a server would take; logs if a client can open fewer sockets.
         """
         deadline = time.monotonic() + _START_S
         needed = set(self._nodes)
         while missing := needed - set(self._peers):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RunAborted(f"the rollout clients of nodes {sorted(missing)} have not come after {_START_S:g} s")
+                raise RunAborted(
+                    f"the rollout clients of nodes {sorted(missing)} have not connected after {_START_S:g} s"
+                )
             self._listener.socket.settimeout(left_s)
             with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
-                self._welcome(self._listener.socket.accept()[0])
+                self._accept(self._listener.socket.accept()[0])
         for node in needed:
             mine = [address for address in self._addresses if self._of_server[address.peer.url] == node]
             self._send(node, Servers(mine))
@@ -254,12 +249,12 @@ class Clients:
             if room < wanted_per_server:
                 log(
                     f"rollout: the limit on open files (ulimit -n = {self._sockets[node] + OWN_FILES} on node {node})"
-                    f" lets each of its {len(mine)} servers have {room} requests in flight of {wanted_per_server}"
-                    f" that it would take; {len(mine) * wanted_per_server + OWN_FILES} would be enough for all"
+                    f" allows {room} requests in flight at each of its {len(mine)} servers, which would take"
+                    f" {wanted_per_server}; a limit of {len(mine) * wanted_per_server + OWN_FILES} would be enough"
                 )
 
     def add(self, address: ServerAddress) -> None:
-        """One server more, which the client that owns fewest asks; or another one at an address that there was."""
+        """Add a server, owned by the client with the fewest; or replace the server that was at this address."""
         node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=self._owned.__getitem__))
         self.gone(self._gone - {address.peer.url})
         self._send(node, Servers([address]))
@@ -285,7 +280,7 @@ class Clients:
         self._end(tickets, drops=True)
 
     def events(self, timeout_s: float) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         for key, _ in self._selector.select(timeout_s):
             node: int = key.data
             try:
@@ -295,13 +290,13 @@ class Clients:
             except OSError:
                 piece = b""
             if not piece:
-                raise RunAborted(f"the rollout client of node {node} has ended; what it held is lost")
+                raise RunAborted(f"the rollout client of node {node} has ended; its completions are lost")
             for message in map(FROM_CLIENT.decode, self._buffers[node].feed(piece)):
                 if isinstance(message, ClientLost):
                     raise RunAborted(f"the rollout client of node {node} cannot go on: {message.text}")
                 if not isinstance(message, ClientHello):
-                    found.append(message)
-        return found
+                    events.append(message)
+        return events
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -309,10 +304,10 @@ class Clients:
         self._selector.close()
         self._listener.close()
 
-    def _welcome(self, peer: socket.socket) -> None:
+    def _accept(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            handshake(peer, self._listener.meeting.secret, listens=True)
+            handshake(peer, self._listener.rendezvous.secret, listens=True)
             hello = FROM_CLIENT.decode(receive(peer))
         except BaseException:
             peer.close()
@@ -324,7 +319,7 @@ class Clients:
             self._selector.register(peer, selectors.EVENT_READ, hello.node)
 
     def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
-        """Told to all clients; those that do not have a ticket pass over it."""
+        """Sent to all clients; a client ignores tickets that it does not have."""
         for node in self._nodes if tickets else ():
             self._send(node, EndRequests(list(tickets), drops))
 

@@ -1,1 +1,1 @@
-"""Weights into servers: channels, one whole sync, and receipts that the bytes have arrived."""
+"""Sends weights to servers: the channels, a whole sync, and proofs that servers hold the weights."""

@@ -1,17 +1,17 @@
-"""Weights by broadcast: one group of this rank and the workers of all servers, so that one copy leaves the trainer.
+"""Sends weights by broadcast in one group of rank 0 and all servers' workers, so that one copy leaves the trainer.
 
-The price of a common group: one server's death breaks it for all. The rules:
+The price of a common group: if one server dies, the broadcast fails for all. The rules:
 
-- A group is kept from sync to sync while those to be synced are the same and none has been out. Else it is made anew,
-  of exactly those: a broadcast needs all of its members.
-- A pass in which a member fails is broken: the rest of it is not sent, its members stay stale, and `WeightSync` begins
-  another without the one that failed. No server keeps a part of the weights: a pass starts with tensor one.
-- A server whose connection breaks or times out has failed. Those that answer "the weights stopped coming" are its
-  neighbours in the group, and are not to blame. If every server answers, those that refuse are.
+- A group is kept from sync to sync as long as the members are the same and none has been out. Otherwise a new group is
+  made of exactly the present members: a broadcast needs all of them.
+- When a member fails, the pass fails: the rest is not sent, all members stay stale, and `WeightSync` begins another
+  pass, from the first tensor on, without the failed member. So no server keeps a part of the weights.
+- A server has failed if its connection breaks or times out. Servers that then answer "the weights stopped coming" are
+  not to blame. If every server answers, those that refuse have failed.
 
-Each engine has its own ideas of a group: vLLM's workers run our receiver (`in_engine/dppo_wire.py`), which over gloo is
-a chain; SGLang builds torch's full process group and takes torch's broadcast, so the trainer has to as well. A bucket
-crosses as one flat piece of bytes.
+Engines form groups differently: vLLM's workers run our receiver (`in_engine/dppo_wire.py`), which over gloo is a chain;
+SGLang builds torch's full process group and uses torch's broadcast, so the trainer must do the same. A bucket is sent
+as one flat byte tensor.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dppo_megatron.rollout.servers.server_process import address_toward
 from dppo_megatron.rollout.sync.channels import FAILURES, Bucket, BucketChannel, Offers, Tensors, at_once, in_thread
 
 _SHORTER = 0.75
-"""Of the timeout of a request: servers give up a broadcast before it, and so can still answer that they live."""
+"""A broadcast times out after this fraction of the request's timeout, so that servers can still answer the request."""
 _JOINING_S = 60.0
-"""Members that wait for one that does not join are blocked."""
+"""Limit for joining a group. Short, because the other members are blocked while one does not join."""
 _MARGIN_S = 5.0
-"""Of the request to join over `_JOINING_S`: the server's own timeout comes first, and names the reason."""
+"""The request to join waits this much longer than `_JOINING_S`: the server times out first, and gives a reason."""
 
 
 class BroadcastChannel(BucketChannel):
@@ -59,22 +59,21 @@ class BroadcastChannel(BucketChannel):
         self.name, self._backend = backend, backend
         self._group: BroadcastGroup | None = None
         self._joined: list[tuple[str, int]] = []
-        """Who is in the group, and how often each had been out then."""
+        """(name, outages so far) of the group's members when it was made."""
 
     def close(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             self._group.abandon()
         self._group, self._joined = None, []
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """A pass in which a member fails counts for none."""
+        """See `BucketChannel.push`. If one member fails, none has taken the weights."""
         took = super().push(tensors, members, version)
         self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
         return took
 
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
-        """A group of exactly these members."""
+        """Make a group of exactly these members, unless the present one is."""
         present = [(member.name, member.outages) for member in members]
         if present != self._joined:
             self.close()
@@ -83,11 +82,12 @@ class BroadcastChannel(BucketChannel):
         return list(members) if self._group is not None else []
 
     def _join(self, members: Sequence[Member]) -> BroadcastGroup | None:
-        """The trainer's end, when all members have joined. None if one does not; that one is marked out."""
+        """Have all members join a new group; returns the trainer's end. A member that does not join is marked out, and
+        the result is None."""
         joining_s = min(_JOINING_S, self._timeout_s)
         world_size = 1 + sum(member.server.world_size for member in members)
         host = _own_address([member.name for member in members])
-        meeting = GroupRendezvous(
+        rendezvous = GroupRendezvous(
             name=f"dppo-{uuid.uuid4().hex}",
             backend=self._backend,
             host=host,
@@ -99,23 +99,24 @@ class BroadcastChannel(BucketChannel):
         first_ranks, following = {}, 1
         for member in members:
             first_ranks[member.name], following = following, following + member.server.world_size
-        own = in_thread(lambda: own_group(meeting, members[0].server))
+        own = in_thread(lambda: own_group(rendezvous, members[0].server))
         answers = at_once(
             members,
-            lambda m: m.server.join_group(meeting, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
+            lambda m: m.server.join_group(rendezvous, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
         )
-        begun: list[Future[Any]] = [own, *(answer for _, answer in answers)]
-        wait(begun, return_when=FIRST_EXCEPTION)
+        joins: list[Future[Any]] = [own, *(answer for _, answer in answers)]
+        wait(joins, return_when=FIRST_EXCEPTION)
         if any(answer.done() and isinstance(answer.exception(), Unreachable) for _, answer in answers):
-            answers = [(member, answer) for member, answer in answers if answer.done()]  # the others wait in vain
+            answers = [(member, answer) for member, answer in answers if answer.done()]  # the rest would only time out
         doing = "it did not join the broadcast: "
-        if self._blame(answers, doing) or self._blame([(members[0], own)], doing):  # our end's neighbour is its first
+        # if only our own end fails, the first member is to blame: in a chain, our end connects to it alone
+        if self._blame(answers, doing) or self._blame([(members[0], own)], doing):
             return None
         return own.result()
 
     def _blame(self, answers: Sequence[tuple[Member, Future[Any]]], doing: str = "") -> bool:
-        """Mark out the servers that broke the group, if any of `answers` is a failure: those that cannot be reached,
-        or, if all answer, those that refuse."""
+        """Mark out the servers that broke the group: those that cannot be reached or, if all answered, those that
+        refused. Returns whether any of `answers` is a failure."""
         failed = {member: error for member, answer in answers if (error := answer.exception()) is not None}
         for error in failed.values():
             if not isinstance(error, FAILURES):
@@ -126,39 +127,39 @@ class BroadcastChannel(BucketChannel):
         return bool(failed)
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """The broadcast and the requests to take part in it go at the same time: over NCCL the first one begins when
-        the workers are there. A server that breaks the group is out, and none has taken the bucket."""
+        """See `BucketChannel._hand_over`. If a server breaks the group, it is marked out and none has taken the bucket.
+        Broadcast and requests run at the same time, because NCCL's first broadcast blocks until the workers join it."""
         group = self._group
         if not members or group is None:
             return []
         flat = bucket.flat()
-        sending = in_thread(lambda: _sent(group, flat), "broadcast")
+        sending = in_thread(lambda: _send(group, flat), "broadcast")
         answers = at_once(members, lambda m: m.server.receive(bucket.notes, timeout_s=self._timeout_s))
         patience_s = _SHORTER * self._timeout_s
         problem = _until_one_fails(sending, [answer for _, answer in answers], patience_s)
         late = [member for member, answer in answers if not answer.done()]
         if late or any(answer.exception() for _, answer in answers):
-            group.abandon()  # releases those that wait for a member that will not come
+            group.abandon()  # releases members that wait for one that will not join in
         is_broken = self._blame(answers, f"our end of the broadcast failed ({problem}): " if problem else "")
-        if late and not (is_broken or problem):  # what they have answered since may be of an aborted broadcast
+        # a late server may have answered by now, but only because the broadcast was abandoned: it is at fault
+        if late and not (is_broken or problem):
             for member in late:
-                self._fleet.mark_out(member, f"weight sync failed: it had not taken a bucket after {patience_s:g} s")
+                self._fleet.mark_out(member, f"weight sync failed: it did not take a bucket within {patience_s:g} s")
             is_broken = True
         if is_broken:
             self.close()
             return []
         try:
-            problem = sending.result(self._timeout_s)  # all have it, so it has left
+            problem = sending.result(self._timeout_s)  # does not block long: all servers have the bucket
         except TimeoutError:
-            problem = f"the broadcast was not taken in {self._timeout_s:g} s"
+            problem = f"the broadcast did not end within {self._timeout_s:g} s"
         if problem:
             raise RuntimeError(problem)
         return list(members)
 
 
 def _until_one_fails(sending: Future[str], answers: Sequence[Future[Any]], timeout_s: float) -> str:
-    """Returns when all servers have answered, one of them or our end has failed, or time is up; with what has gone
-    wrong at our end."""
+    """Wait until all servers have answered, a server or our end has failed, or time is up. Returns our end's error."""
     deadline, waiting = time.monotonic() + timeout_s, {sending, *answers}
     while not waiting.isdisjoint(answers):
         done, waiting = wait(waiting, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED)
@@ -167,9 +168,10 @@ def _until_one_fails(sending: Future[str], answers: Sequence[Future[Any]], timeo
     return sending.result() if sending.done() else ""
 
 
-def _sent(group: BroadcastGroup, memory: Tensor) -> str:
+def _send(group: BroadcastGroup, memory: Tensor) -> str:
     """Send; blocks until the other ends have connected (NCCL's first send) or, if one hangs, until the group's timeout.
-    Returns what went wrong as text: a traceback would keep the group alive, and others wait until our sockets close."""
+    Returns an error as text, because a traceback would keep the group and its sockets alive, and members wait for these
+    to close."""
     try:
         group.send(memory)
         return ""
@@ -178,18 +180,18 @@ def _sent(group: BroadcastGroup, memory: Tensor) -> str:
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """This machine's address as the servers can reach it: one that other machines see, if one of them is elsewhere."""
-    found = []
+    """An address of this machine that all servers can reach: not loopback if any server is on another machine."""
+    addresses = []
     for url in urls:
         parts = urlsplit(url)
         assert parts.hostname is not None
-        found.append(address_toward(parts.hostname))
-    return next((address for address in found if not ip_address(address).is_loopback), found[0])
+        addresses.append(address_toward(parts.hostname))
+    return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])
 
 
 def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
-    """The store of a meeting, on a free port of `host` and on no other address of this machine: torch's own would
-    listen on all of them, and takes keys and values from anybody."""
+    """A store on a free port of `host` only. By default torch's store listens on all addresses of the machine, and it
+    accepts keys and values from anybody."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port, handed_over = listener.getsockname()[1], listener.detach()
@@ -197,66 +199,67 @@ def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 class ChainGroup:
-    """Over gloo to our own receivers: to the first worker, which passes it on. Returns when all have joined and proven
-    it."""
+    """The trainer's end of a gloo chain of our own receivers: sends to the first worker, which passes the bytes on.
+    Construction blocks until all have joined and proven the secret."""
 
-    def __init__(self, meeting: GroupRendezvous) -> None:
-        self._sealed = dppo_wire.Sealed(meeting.store, meeting.secret)  # C++ calls it, and keeps no Python object alive
-        self._backend: Any = _backend(meeting, PrefixStore(dppo_wire.PREFIX, self._sealed))
-        self._timeout = meeting.timeout
-        dppo_wire.prove(self._backend, meeting.secret, 0, 1, meeting.joining)
+    def __init__(self, rendezvous: GroupRendezvous) -> None:
+        # kept as an attribute: the backend calls it from C++, which keeps no Python object alive
+        self._sealed = dppo_wire.Sealed(rendezvous.store, rendezvous.secret)
+        self._backend: Any = _backend(rendezvous, PrefixStore(dppo_wire.PREFIX, self._sealed))
+        self._timeout = rendezvous.timeout
+        dppo_wire.prove(self._backend, rendezvous.secret, 0, 1, rendezvous.joining)
 
     def send(self, memory: Tensor) -> None:
-        """Send a flat piece of bytes to the one receiver, in parts, through the host's memory. Returns when it may be
-        written to again. Raises RuntimeError."""
+        """Send a flat byte tensor to the first worker, in chunks, from host memory. Returns when `memory` may be
+        overwritten. Raises RuntimeError."""
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
-        begun = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
+        sends = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for work in begun:  # without a timeout gloo waits for the join timeout, and timedelta(0) counts as none
+        for work in sends:  # always with a timeout > 0: without one, or with 0, gloo uses the timeout for joining
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def abandon(self) -> None:
-        """Leave a group of which a member may have failed, without waiting. Once more does nothing."""
-        self._backend = None  # closes its sockets when the last sender is done with it
+        """Leave the group without waiting, although a member may have failed. Idempotent."""
+        self._backend = None  # its sockets close when the last sender releases it
 
 
 class TorchBroadcastGroup:
-    """Through torch's broadcast: NCCL to our own receivers, either backend to SGLang's. Returns when all have joined.
+    """The trainer's end of a torch process group: NCCL to our own receivers, either backend to SGLang's. Construction
+    blocks until all have joined.
 
     Args:
-        as_torch_does: find each other as `torch.distributed` does for a backend's name: SGLang calls it. Else the
-            group proves itself before the first bytes.
+        as_torch_does: use the store keys that `torch.distributed` uses for a named group, as SGLang calls it, and no
+            proof of the secret. Else members prove the secret before the first bytes.
     """
 
-    def __init__(self, meeting: GroupRendezvous, *, as_torch_does: bool) -> None:
-        self._store = meeting.store
-        self._unproven = None if as_torch_does else meeting
-        prefixed = PrefixStore(dppo_wire.PREFIX, meeting.store)
+    def __init__(self, rendezvous: GroupRendezvous, *, as_torch_does: bool) -> None:
+        self._store = rendezvous.store
+        self._unproven = None if as_torch_does else rendezvous
+        prefixed = PrefixStore(dppo_wire.PREFIX, rendezvous.store)
         if as_torch_does:
-            devices = list(BackendConfig(Backend(meeting.backend)).get_device_backend_map())
-            prefixed = PrefixStore(f"{meeting.name}/", PrefixStore(meeting.name, meeting.store))
+            devices = list(BackendConfig(Backend(rendezvous.backend)).get_device_backend_map())
+            prefixed = PrefixStore(f"{rendezvous.name}/", PrefixStore(rendezvous.name, rendezvous.store))
             prefixed = PrefixStore(f"{devices[0]}/", prefixed)
-        self._backend: Any = _backend(meeting, prefixed)
+        self._backend: Any = _backend(rendezvous, prefixed)
 
     def send(self, memory: Tensor) -> None:
-        """As `ChainGroup.send`, to all members."""
-        if (meeting := self._unproven) is not None:
-            dppo_wire.prove_to_all(self._backend, meeting.secret, 0, meeting.world_size, memory.device)
+        """Like `ChainGroup.send`, to all members."""
+        if (rendezvous := self._unproven) is not None:
+            dppo_wire.prove_to_all(self._backend, rendezvous.secret, 0, rendezvous.world_size, memory.device)
             self._unproven = None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._backend.broadcast([memory], options).wait()
         if memory.is_cuda:
-            torch.cuda.synchronize(memory.device)  # `wait` only orders streams
+            torch.cuda.synchronize(memory.device)  # `wait` only orders CUDA streams
 
     def abandon(self) -> None:
-        """As `ChainGroup.abandon`. NCCL's is aborted: its destructor waits for pending broadcasts, and where a killed
-        receiver never answers torch's watchdog would end this whole process after the group's timeout. A key in the
-        store has the members abort theirs."""
+        """Like `ChainGroup.abandon`. An NCCL group must be aborted: its destructor waits for pending broadcasts, and if
+        a killed receiver never answers, torch's watchdog ends this whole process after the group's timeout."""
         backend, self._backend = self._backend, None
-        if backend is not None and backend.name() == "nccl":  # gloo's ends with its sockets
+        if backend is not None and backend.name() == "nccl":  # a gloo group ends when its sockets close
             with contextlib.suppress(RuntimeError):
-                self._store.set(dppo_wire.GIVEN_UP, "")
+                self._store.set(dppo_wire.GIVEN_UP, "")  # on this key the members abort their ends
             threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
 
 
@@ -265,30 +268,30 @@ def _abort(backend: Any) -> None:
         backend.abort()
 
 
-def _backend(meeting: GroupRendezvous, store: PrefixStore) -> Any:
-    if meeting.backend == "nccl":
+def _backend(rendezvous: GroupRendezvous, store: PrefixStore) -> Any:
+    if rendezvous.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        # longer than the request's: torch ends this whole process when a broadcast is what times out first
-        options._timeout = 2 * meeting.timeout
-        return dist.ProcessGroupNCCL(store, 0, meeting.world_size, options)
-    if "GLOO_SOCKET_IFNAME" in os.environ:  # the user knows the network
-        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, meeting.joining)
-    else:  # gloo's default is the address of the host's name, which other networks may reach
+        # longer than the request's timeout, because torch ends this whole process if the broadcast times out first
+        options._timeout = 2 * rendezvous.timeout
+        return dist.ProcessGroupNCCL(store, 0, rendezvous.world_size, options)
+    if "GLOO_SOCKET_IFNAME" in os.environ:  # the user has chosen the network
+        group = dist.ProcessGroupGloo(store, 0, rendezvous.world_size, rendezvous.joining)
+    else:  # gloo's default is the address of the host's name, which may be reachable from other networks
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
-        options._timeout = meeting.joining
-        group = dist.ProcessGroupGloo(store, 0, meeting.world_size, options)
-    group.set_timeout(meeting.timeout)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=rendezvous.host)]
+        options._timeout = rendezvous.joining
+        group = dist.ProcessGroupGloo(store, 0, rendezvous.world_size, options)
+    group.set_timeout(rendezvous.timeout)
     return group
 
 
 BroadcastGroup: TypeAlias = ChainGroup | TorchBroadcastGroup
-"""What the trainer holds of a group. In no register of torch's, so that one whose other end hangs cannot hold up the
-end of the job's own group."""
+"""The trainer's end of a group. Not registered with torch.distributed, so that a group whose other end hangs cannot
+delay the destruction of the job's process groups."""
 
 
-def own_group(meeting: GroupRendezvous, server: Server) -> BroadcastGroup:
+def own_group(rendezvous: GroupRendezvous, server: Server) -> BroadcastGroup:
     """The trainer's end of a group with servers like this one. Returns when all have joined."""
-    if server.runs_our_receiver and meeting.backend == "gloo":
-        return ChainGroup(meeting)
-    return TorchBroadcastGroup(meeting, as_torch_does=not server.runs_our_receiver)
+    if server.runs_our_receiver and rendezvous.backend == "gloo":
+        return ChainGroup(rendezvous)
+    return TorchBroadcastGroup(rendezvous, as_torch_does=not server.runs_our_receiver)

@@ -1,13 +1,14 @@
-"""The ways for weights into servers: through files or by broadcast; through shared memory is `colocated.py`.
+"""The channels by which weights reach servers: what they share, and the one through files. See also `broadcast.py` and
+`colocated.py`.
 
-All walk the actor's stream of full tensors in buckets, so that no rank holds the model, and send bucket k in a thread
-while bucket k + 1 is gathered:
+All iterate over the actor's stream of full tensors in buckets, so that no rank holds the whole model. Broadcast and
+shared memory send bucket k in a thread while bucket k + 1 is gathered:
 
     this thread     gather 0 | gather 1      | gather 2      | ...    (the stream: collective over the actor's ranks)
-    sender thread            | hand over 0   | hand over 1   | ...    (all servers at the same time)
+    sender thread            | hand over 0   | hand over 1   | ...    (to all servers at the same time)
 
-A server that fails in the middle is marked out and never asked for a token again before a later pass has given it all
-tensors, so no request meets mixed weights.
+A server that fails halfway is marked out and gets no requests before a later pass has sent it all tensors, so no token
+is ever sampled with mixed weights.
 """
 
 from __future__ import annotations
@@ -38,49 +39,49 @@ from dppo_megatron.weights.hf_files import aside, assets
 T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 Offers: TypeAlias = dict[tuple[str, int], Offer]
-"""How each reader maps a bucket, by server and worker."""
-_WITH_LAST = ".q_a_proj.weight"
-"""SGLang (0.5.23) joins it with what the stream has before it, kv_a_proj_with_mqa, and forgets either after a call."""
+"""(server, worker) -> how that worker maps a bucket."""
+_SAME_BUCKET_AS_PREVIOUS = ".q_a_proj.weight"
+"""SGLang (0.5.23) joins it with kv_a_proj_with_mqa, which precedes it in the stream, but only within one call."""
 FAILURES = (Unreachable, Refused, RuntimeError)
-"""What a server's failure looks like here; torch reports a broken group as RuntimeError."""
+"""Exceptions that mean a server has failed; torch reports a broken group as RuntimeError."""
 
 
 class Channel(ABC):
-    """One way of weights into servers. Made on every rank, with the fleet on rank 0."""
+    """A way to send weights to servers. Made on every rank, with the fleet on rank 0."""
 
     name = ""
     receivers: Sequence[int] = (0,)
-    """Ranks of the actor that must be given the stream."""
+    """Ranks of the actor that need the stream's tensors."""
     not_to_blame: Collection[str] = ()
-    """Servers, by address, that did not get the last pass because of another server's failure."""
+    """Addresses of servers for which the last pass failed because of another server."""
 
     def __init__(self, fleet: Fleet | None, bucket_bytes: int, timeout_s: float) -> None:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._fleet = cast(Fleet, fleet)  # used on rank 0, which talks to the servers
+        self._fleet = cast(Fleet, fleet)  # None on other ranks, which never use it
 
     @abstractmethod
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """On rank 0: one pass. Consumes all `tensors`, whatever happens; a server that fails is marked out. Returns
-        those that have all of them."""
+        """On rank 0: make one pass. Consumes all `tensors`, whatever happens; a server that fails is marked out.
+        Returns the members that have all tensors."""
 
     def take_part(self, tensors: Tensors, names: Collection[str]) -> None:
-        """On every other rank, at the same time: the stream's exchanges. `names`: the members of the pass."""
+        """On every other rank, during `push`: consume the collective stream. `names`: the members of the pass."""
         drain(tensors)
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held between syncs."""
+        """Release what is kept between syncs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors of one dtype and what they are called."""
+    """Named tensors of one dtype."""
 
     tensors: list[tuple[str, Tensor]]
 
     @property
     def notes(self) -> list[TensorNote]:
-        """What a receiver must know before the bytes come."""
+        """What a receiver must know before the bytes arrive."""
         return [TensorNote(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
 
     @property
@@ -88,7 +89,7 @@ class Bucket:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def flat(self) -> Tensor:
-        """Their bytes end to end [num_bytes]: where the stream has laid them so, without a copy."""
+        """The tensors' bytes end to end [num_bytes]; no copy if they already lie like that in one storage."""
         first = self.tensors[0][1]
         parts = [tensor.detach().contiguous() for _, tensor in self.tensors]
         end = parts[0].data_ptr()
@@ -101,35 +102,36 @@ class Bucket:
 
 
 def buckets(tensors: Tensors, max_bytes: int) -> Iterator[Bucket]:
-    """Consecutive tensors, together at most `max_bytes` unless one alone is larger: a bucket for each dtype among them,
-    the smallest first, so that vLLM has the scales of a weight before it. None spans two pieces of memory that
-    the stream has filled end to end, so that each can be sent without a copy."""
-    waiting: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    """Group consecutive tensors, at most `max_bytes` together unless one alone is larger, and yield a bucket for each
+    dtype among them. The smallest comes first, so that vLLM has the scales of a weight before the weight. If the stream
+    packs tensors into larger storages, no bucket spans two storages, so that each can be sent without a copy."""
+    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     size = 0
 
     def filled() -> list[Bucket]:
-        return sorted(map(Bucket, waiting.values()), key=lambda bucket: bucket.nbytes)
+        return sorted(map(Bucket, by_dtype.values()), key=lambda bucket: bucket.nbytes)
 
     for name, tensor in tensors:
-        alike = waiting.get(tensor.dtype)
-        ends = size + tensor.nbytes > max_bytes or bool(alike and _breaks(alike[-1][1], tensor))
-        if waiting and ends and not (_WITH_LAST in name or name.endswith(SCALE)):
+        previous = by_dtype.get(tensor.dtype)
+        is_full = size + tensor.nbytes > max_bytes or bool(previous and _leaves_storage(previous[-1][1], tensor))
+        if by_dtype and is_full and not (_SAME_BUCKET_AS_PREVIOUS in name or name.endswith(SCALE)):
             yield from filled()
-            waiting, size = {}, 0
-        waiting.setdefault(tensor.dtype, []).append((name, tensor))
+            by_dtype, size = {}, 0
+        by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
         size += tensor.nbytes
     yield from filled()
 
 
-def _breaks(last: Tensor, following: Tensor) -> bool:
-    part_of_more = last.untyped_storage().nbytes() > last.nbytes
-    return part_of_more and last.untyped_storage().data_ptr() != following.untyped_storage().data_ptr()
+def _leaves_storage(last: Tensor, following: Tensor) -> bool:
+    """Whether `last` is in a storage with other tensors, and `following` is in another storage."""
+    is_packed = last.untyped_storage().nbytes() > last.nbytes
+    return is_packed and last.untyped_storage().data_ptr() != following.untyped_storage().data_ptr()
 
 
 def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_bytes: int) -> None:
-    """Safetensors shards and config.json in `target`, which appears only when it is complete.
+    """Write safetensors shards and config.json to `target`, which appears only when it is complete.
 
-    Not fsynced: a snapshot is read at once and replaced by the next.
+    There is no fsync: servers read a snapshot at once, and the next one replaces it.
     """
     [config] = [path for path in assets(hf_path) if path.name == "config.json"]
     with aside(target, durable=False) as directory:
@@ -143,7 +145,7 @@ def write_snapshot(tensors: Tensors, target: Path, hf_path: str | Path, bucket_b
 
 
 class DiskChannel(Channel):
-    """Safetensors on a path that trainer and servers share; works everywhere, at the speed of that file system."""
+    """Safetensors on a path that trainer and servers share. Works everywhere, at the speed of that file system."""
 
     name = "disk"
 
@@ -151,12 +153,12 @@ class DiskChannel(Channel):
         super().__init__(fleet, bucket_bytes, timeout_s)
         self._directory, self._hf_path = directory.absolute(), hf_path
         self._last: Path | None = None
-        if fleet is not None:  # rank 0's: a run or evaluation of this directory that was killed has left a whole model
-            for left in self._directory.glob("weights_*"):
-                remove_tree(left)
+        if fleet is not None:  # on rank 0: remove the snapshot of an earlier run with this directory that was killed
+            for leftover in self._directory.glob("weights_*"):
+                remove_tree(leftover)
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """Write once, then all servers read at the same time. The previous snapshot is deleted."""
+        """Write a snapshot and delete the previous one; then all servers read at the same time."""
         target = self._directory / f"weights_{version_number(version)}"
         stream = iter(tensors)
         try:
@@ -173,26 +175,24 @@ class DiskChannel(Channel):
         return on_each(self._fleet, members, load)
 
     def close(self) -> None:
-        """Delete the last snapshot."""
         if self._last is not None:
             shutil.rmtree(self._last, ignore_errors=True)
 
 
 class BucketChannel(Channel):
-    """What broadcast and shared memory have in common: each server opens an update, takes buckets, and commits."""
+    """What broadcast and shared memory have in common: each server begins an update, receives buckets, and commits."""
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See the picture at the head of this file. What goes wrong is raised when the stream is at its end: the other
-        ranks walk it too."""
+        """See the diagram at the head of this file. Errors are raised at the stream's end, as other ranks are in it."""
         with ThreadPoolExecutor(1, thread_name_prefix="sender") as sender:
-            handed = sender.submit(self._begin, members)
-            wait([handed])
-            for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
-                mine = self._offer(bucket, turn)
-                wait([handed])
-                handed = sender.submit(self._go_on, handed, bucket, self._exchange(mine))
+            handed_over = sender.submit(self._begin, members)
+            wait([handed_over])
+            for number, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
+                mine = self._offer(bucket, number)
+                wait([handed_over])
+                handed_over = sender.submit(self._send_next, handed_over, bucket, self._exchange(mine))
         try:
-            took = handed.result()
+            took = handed_over.result()
             return on_each(self._fleet, took, lambda m: m.server.end_update(version, timeout_s=self._timeout_s))
         finally:
             self._end()
@@ -200,38 +200,38 @@ class BucketChannel(Channel):
     def _begin(self, members: Sequence[Member]) -> list[Member]:
         return self._prepare(on_each(self._fleet, members, lambda m: m.server.begin_update(timeout_s=self._timeout_s)))
 
-    def _go_on(self, before: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """In the sender thread. Raises what the bucket before has raised."""
-        return self._hand_over(before.result(), bucket, offers)
+    def _send_next(self, last: Future[list[Member]], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
+        """In the sender thread: hand over to the members that took the last bucket, or raise that one's error."""
+        return self._hand_over(last.result(), bucket, offers)
 
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
-        """Before the first bucket; returns those that are ready."""
+        """Called before the first bucket; returns the members that are ready."""
         return list(members)
 
-    def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
-        """Put bucket `turn` where servers find it, while the one before is handed over. Text: what went wrong."""
+    def _offer(self, bucket: Bucket, number: int) -> Offers | str:
+        """Put bucket `number` where servers can read it; the previous one may still be read. Text: what went wrong."""
         return {}
 
     def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
-        """All ranks' offers, on rank 0."""
+        """Collect the offers of all ranks on rank 0."""
         return [mine]
 
     @abstractmethod
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """Give `bucket` to all `members`; returns those that took it. None left: only keep pace with the stream."""
+        """Give `bucket` to `members`, of which none may be left; returns those that took it."""
 
     def _end(self) -> None:
-        """After the last bucket, whatever has gone wrong."""
+        """Called after the last bucket, even if something has failed."""
 
 
 def drain(tensors: Iterable[object]) -> None:
-    """Walk a collective stream to its end."""
+    """Consume a collective stream to its end."""
     for _ in tensors:
         pass
 
 
 def in_thread(action: Callable[[], T], name: str = "server") -> Future[T]:
-    """Begin `action` in a new thread. A daemon: the process may end while a server hangs, unlike with an executor."""
+    """Run `action` in a new daemon thread: unlike an executor's, it lets the process end while a server hangs."""
     future = Future[T]()
 
     def run() -> None:
@@ -245,15 +245,15 @@ def in_thread(action: Callable[[], T], name: str = "server") -> Future[T]:
 
 
 def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tuple[Member, Future[T]]]:
-    """Begin `action` for all members at the same time."""
+    """Start `action` for all members at the same time."""
     return [(member, in_thread(partial(action, member))) for member in members]
 
 
 def on_each(
     fleet: Fleet, members: Sequence[Member], action: Callable[[Member], None], doing: str = "weight sync"
 ) -> list[Member]:
-    """Run `action` at the same time on all that are not out; a server that fails is marked out, with `doing` in the
-    reason. Returns those for which it succeeded."""
+    """Run `action` for all members that are not out, at the same time. A server that fails is marked out, with `doing`
+    in the reason. Returns the members for which it succeeded."""
     succeeded = []
     for member, future in at_once([member for member in members if member.state != "out"], action):
         try:

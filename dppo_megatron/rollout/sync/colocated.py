@@ -1,14 +1,14 @@
-"""Weights through memory that servers on this machine map: CUDA IPC on GPUs, a shared anonymous file on CPUs.
+"""Sends weights through memory that servers on this machine map: CUDA IPC on GPUs, a shared anonymous file on CPUs.
 
-Every rank that shares a device with a worker offers its own buffer, so that nothing crosses between GPUs and a
-tensor-parallel server reads from all of its GPUs at the same time. Rank 0 alone calls the servers:
+Every rank that shares a device with a worker offers its own buffer, so that nothing crosses between GPUs, and all
+workers of a tensor-parallel server read at the same time. Only rank 0 calls the servers:
 
-    rank 0     fill A(k) | take the offers of k |  ask servers to read A(k) (thread)  | take the offers of k + 1 | ...
+    rank 0     fill A(k) | collect offers of k  |  have servers read A(k) (thread)    | collect offers of k + 1  | ...
                          |                      |  fill B(k + 1)                      |
     rank r     fill A(k) | offer k              |  fill B(k + 1)                      | offer k + 1              | ...
 
-Each rank has two buffers in turn. Ranks wait for each other in the exchange of offers: rank 0 enters that of k + 1 when
-all servers have read k, so a rank that leaves it may fill the buffer of k again.
+Each rank alternates between two buffers. The exchange of offers synchronizes the ranks: rank 0 enters that of k + 1
+only when all servers have read k, so a rank that leaves it may overwrite the buffer of k.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
 
 _CALLS = 4
-"""To a server that may lie between two exchanges, one after the other: a bucket, and up to three that end an update."""
+"""Most sequential calls to a server between two exchanges: one for a bucket, and up to three that end an update."""
 _GATHERING = timedelta(minutes=30)
-"""Torch's default timeout, for the actor's own part between two exchanges."""
+"""Time for the actor's own work between two exchanges: torch's default timeout."""
 _DEVICE_ARGUMENT = 6
-"""Of torch's `rebuild_cuda_tensor`; the same number is in SGLang."""
+"""Index of the device among the arguments of torch's `rebuild_cuda_tensor`; SGLang has the same constant."""
 
 
 class SharedMemoryChannel(BucketChannel):
-    """The channel `ipc`. Made on every rank; collective. `offer` makes the handle by which this engine's workers map
-    tensors."""
+    """The channel `ipc`. Made on every rank; collective. `offer` makes handles that this engine's workers can map."""
 
     name = "ipc"
 
@@ -63,69 +62,67 @@ class SharedMemoryChannel(BucketChannel):
                 self._group = dist.new_group(list(self.receivers), timeout=_GATHERING + _CALLS * each, backend="gloo")
         self._buffers: list[SharedBuffer | None] = [None, None]
         self._readers: list[tuple[str, int]] = []
-        """Servers of this pass and their workers that read from this rank."""
+        """(server, worker) of this pass that read from this rank."""
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See `BucketChannel.push`."""
         self._offer_to([member.name for member in members])
         return super().push(tensors, members, version)
 
     def take_part(self, tensors: Tensors, names: Collection[str]) -> None:
-        """On the other ranks: offer each bucket in its turn, if a server's worker reads from here."""
+        """See `Channel.take_part`; ranks from which a worker may read offer each bucket."""
         self._offer_to(names)
         if self._rank not in self.receivers:
             return drain(tensors)
-        for turn, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
-            self._exchange(self._offer(bucket, turn))
+        for number, bucket in enumerate(buckets(tensors, self._bucket_bytes)):
+            self._exchange(self._offer(bucket, number))
         self._end()
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Release the buffers."""
         for buffer in filter(None, self._buffers):
             buffer.close()
         self._buffers = [None, None]
 
     def _offer_to(self, names: Collection[str]) -> None:
-        """In this pass. CUDA keeps a buffer that was offered until its reader has let go of it: one that is out never
-        does."""
+        """Set the readers of this pass: workers of the servers `names` only, since CUDA keeps an offered buffer until
+        its reader releases it, which a server that is out never does."""
         readers = [(url, w, rank) for url in names for w, rank in enumerate(self._device_map.get(url, ()))]
         self._readers = [(url, w) for url, w, rank in readers if rank == self._rank]
 
-    def _offer(self, bucket: Bucket, turn: int) -> Offers | str:
-        """Fill a buffer; how each worker that reads here finds it."""
+    def _offer(self, bucket: Bucket, number: int) -> Offers | str:
+        """Fill a buffer; returns how each worker that reads from this rank maps it."""
         if not self._readers:
             return {}
         try:
             flat = bucket.flat()
-            buffer = self._buffers[turn % 2]
+            buffer = self._buffers[number % 2]
             if buffer is None or buffer.memory.nbytes < flat.nbytes:
                 if buffer is not None:
                     buffer.close()
                 buffer = SharedBuffer(max(flat.nbytes, self._bucket_bytes), flat.device)
-                self._buffers[turn % 2] = buffer
+                self._buffers[number % 2] = buffer
             buffer.fill(flat)
             return {reader: self._make_offer(buffer, bucket.notes) for reader in self._readers}
-        except (RuntimeError, OSError) as error:  # alone, this rank would leave the others waiting
+        except (RuntimeError, OSError) as error:  # not raised here: the other ranks wait in the exchange
             return f"rank {self._rank} could not offer its memory: {error}"
 
     def _exchange(self, mine: Offers | str) -> Sequence[Offers | str]:
-        """All ranks' offers, on rank 0; the others wait until it has them."""
+        """Collect the offers of all ranks on rank 0; the other ranks wait until it has them."""
         if self._group is None:
             return [mine]
-        found = to_rank_zero(mine, self._group)
+        offers = to_rank_zero(mine, self._group)
         dist.broadcast(torch.zeros(1), 0, self._group)
-        return found
+        return offers
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """Have all `members` read a bucket; returns those that did."""
-        places: Offers = {}
+        of_worker: Offers = {}
         for part in offers:
             if isinstance(part, dict):
-                places |= part
+                of_worker |= part
         failures = "; ".join(part for part in offers if isinstance(part, str))
 
         def read(member: Member) -> None:
-            own = [places.get((member.name, worker)) for worker in range(len(self._device_map[member.name]))]
+            own = [of_worker.get((member.name, worker)) for worker in range(len(self._device_map[member.name]))]
             if any(offer is None for offer in own):
                 raise RuntimeError(failures)
             member.server.receive_shared(own, bucket.notes, timeout_s=self._timeout_s)  # type: ignore[arg-type]
@@ -133,20 +130,20 @@ class SharedMemoryChannel(BucketChannel):
         return on_each(self._fleet, members, read)
 
     def _end(self) -> None:
-        """On a GPU the buffers go back to the driver: the servers need their memory for their caches. Torch puts aside
-        what another process still maps, and looks at that again when `ipc_collect` asks."""
-        self._exchange({})  # all have been read and are mapped no more: the buffers are their owners' again
+        """Return GPU buffers to the driver: the servers need the memory for their KV caches."""
+        self._exchange({})  # a barrier: after it, servers have read all buffers and unmapped them
         if any(buffer is not None and buffer.is_on_gpu for buffer in self._buffers):
             self.close()
+            # torch retains memory that another process had mapped until ipc_collect finds that it is unmapped
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
 
 class SharedBuffer:
-    """A flat byte buffer of fixed size in memory that other processes can map. It grows by being made again.
+    """A flat byte buffer of fixed size in memory that other processes can map.
 
-    On CPUs it is an anonymous file, reached through /proc while this process lives, so that a killed trainer leaves
-    nothing behind; on GPUs a CUDA IPC handle, found by the device's UUID because engine and trainer may number their
+    On CPUs it is an anonymous file, which others open through /proc while this process lives, so that a killed trainer
+    leaves nothing behind. On GPUs it is a CUDA IPC handle with the device's UUID, because engine and trainer may number
     devices differently. `map_memory` in `in_engine/dppo_wire.py` is the other end.
     """
 
@@ -169,8 +166,8 @@ class SharedBuffer:
         target = self.memory[: flat.nbytes]
         if target.is_cuda:
             target.copy_(flat)
-            torch.cuda.synchronize(self.memory.device)  # a reader in another process knows nothing of our stream
-        else:  # one thread: torch's would meet those of an engine that waits on the same cores by spinning
+            torch.cuda.synchronize(self.memory.device)  # a reader in another process cannot wait for our stream
+        else:  # numpy, as it copies in one thread: torch's threads would compete with an engine's that spin while idle
             np.copyto(target.numpy(), flat.numpy())
 
     def views(self, dtype: str, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -181,7 +178,7 @@ class SharedBuffer:
         return [part.view(kind).view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
     def handle(self) -> dict[str, Any]:
-        """How to map it, as JSON: path and size, or CUDA's description in base64."""
+        """What another process needs to map it, as JSON: path and size, or CUDA's IPC handle in base64."""
         if not self.memory.is_cuda:
             return {"path": self._path, "bytes": self.memory.nbytes}
         _, handle, size, offset, counter, counter_offset, event, event_sync = (
@@ -197,7 +194,7 @@ class SharedBuffer:
         return {"uuid": uuid, "size": size, "bytes": self.memory.nbytes, **encoded, **numbers}
 
     def close(self) -> None:
-        """Forget the memory; a process that has mapped it keeps its mapping."""
+        """Release the memory; a process that has mapped it keeps its mapping."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         if self._file >= 0:
             os.close(self._file)
@@ -205,11 +202,11 @@ class SharedBuffer:
 
 
 class _ByUuid(ForkingPickler):
-    """Has the GPU's UUID where torch writes the number that it has in this process, which is another one in a server
-    with its own CUDA_VISIBLE_DEVICES. SGLang reads both there (0.5.23, srt/utils/patch_torch.py)."""
+    """Pickles GPU tensors with the device's UUID in place of its index, because a server with another
+    CUDA_VISIBLE_DEVICES has another index. SGLang accepts both (0.5.23, srt/utils/patch_torch.py)."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a tensor on a GPU is built again elsewhere; anything else as pickle would."""
+        """How to pickle a GPU tensor; for anything else, pickle's default."""
         if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
         build, arguments = reduce_tensor(value)  # type: ignore[no-untyped-call]
@@ -218,12 +215,12 @@ class _ByUuid(ForkingPickler):
 
 
 def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """(name, tensor) pairs as SGLang takes them from a process on its own machine, in base64: handles, not values.
+    """(name, tensor) pairs in the form that SGLang accepts from a process on its machine: a pickle of handles, base64.
 
-    Written by us and read by a server that we have started; a pickle is never read here.
+    We only write this pickle, for a server that we have started; none is ever loaded here.
     """
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    # the other end has no socket to receive descriptors on
+    # not the default "file_descriptor": the server has no socket on which to receive descriptors
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         stream = io.BytesIO()
@@ -234,12 +231,12 @@ def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def vllm_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """How a worker of vLLM finds `tensors` at the front of `buffer`; made on the rank that has filled it."""
+    """How a vLLM worker maps `tensors` at the front of `buffer`; made on the rank that has filled it."""
     return buffer.handle()
 
 
 def sglang_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """The same for SGLang's: handles in a pickle."""
+    """The same for an SGLang worker: handles in a pickle."""
     views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
     return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
 

@@ -1,13 +1,13 @@
-"""Proof that a server holds the weights it was sent: a digest per tensor, and what a canary completion scores.
+"""Proof that a server holds the weights it was sent: a digest per tensor, and log-probabilities of canary completions.
 
-Digests show what the engine's parameters are; the canary shows what it computes with. Both are needed: vLLM on a CPU
+Digests show which parameters the engine holds; the canary shows which it computes with. Both are needed: vLLM on a CPU
 multiplies with a packed copy of a weight, which can be old while the parameter is new. Engines join tensors (queries,
-keys and values to one), so the actor's are joined the same way before they are hashed; SHA-256 takes about a second
-for a gigabyte, so it runs in threads beside the stream.
+keys and values become one), so the actor's tensors are joined the same way before they are hashed. SHA-256 takes about
+a second per gigabyte, so it runs in threads while the stream goes on.
 
-No answer is no proof: a receipt that no server has answered is logged as not taken; it is due again at the next sync,
-and after `MOST_MISSED` in a row the run stops. Nor is it an outage: a server that is late with a canary may have other
-work, and health probes decide whether it is alive.
+If no server answers, nothing is proven: the log reports that the receipt was not taken, it is due again at the next
+sync, and after `MOST_MISSED` times in a row the run stops. But no server is marked out for it: one that is late with a
+canary may be busy, and health probes decide whether it is alive.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ _JOINED = (
 )
 _PER_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 _ROUTER = ".gate.weight"
-"""vLLM (0.32) has those of GLM-4.5 and 4.6 in float32, whatever the model's dtype."""
+"""vLLM (0.32) holds the routers of GLM-4.5 and 4.6 in float32, whatever the model's dtype."""
 _VOCABULARY_MULTIPLE = 64
-"""Engines pad the vocabulary to this with rows of zeros."""
+"""Engines pad the vocabulary to a multiple of this with rows of zeros."""
 _EMPTY = hashlib.sha256().hexdigest()
-"""What vLLM shows of a packed weight: a tensor without elements."""
-_MULTIPLIED_OUT = "="
-"""Begins the name of a weight times its scales, which is what SGLang hashes."""
+"""Digest that vLLM reports for a packed weight, whose parameter has no elements left."""
+_DEQUANTIZED = "="
+"""Prefix of names in `Digests` for a weight multiplied by its scales, which is what SGLang hashes."""
 _MOST_WAITING_BYTES = 1 << 30
 
 
 class Receipt:
-    """How often in a row one kind of proof was not taken."""
+    """Counts how often in a row no server has answered for one kind of proof."""
 
     def __init__(self, name: str) -> None:
         self._name, self._missed = name, 0
 
     @property
     def is_overdue(self) -> bool:
-        """No server answered the last time."""
+        """Whether no server answered the last time."""
         return self._missed > 0
 
-    def settle(self, answered: int, asked: int) -> None:
-        """Record how many servers have answered. Raises RunAborted after `MOST_MISSED` times none in a row."""
+    def record(self, answered: int, asked: int) -> None:
+        """Record how many servers have answered. Raises RunAborted if none has, `MOST_MISSED` times in a row."""
         if answered or not asked:
             self._missed = 0
             return
         self._missed += 1
         if self._missed >= MOST_MISSED:
-            raise on_every_rank(  # a canary's on each, checksums' on rank 0, which the others are told
+            raise on_every_rank(  # all ranks count canaries alike; rank 0 alone counts checksums, and broadcasts this
                 RunAborted(
                     f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
                     " nothing shows that they generate with the actor's weights"
@@ -89,44 +89,44 @@ class Receipt:
 
 
 class Digests:
-    """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which hold up the stream only
-    when more than `_MOST_WAITING_BYTES` wait for them."""
+    """SHA-256 of a stream of tensors, by the engine's joined names. Hashed in threads, which delay the stream only when
+    more than `_MOST_WAITING_BYTES` wait to be hashed."""
 
     def __init__(self) -> None:
         self._parts: dict[str, dict[str, Tensor]] = {}
-        """Of each joined tensor that is not complete, by their own names."""
-        self._found: dict[str, Future[tuple[str, ...]]] = {}
+        """Joined name -> the parts so far, by their own names, of joined tensors that are incomplete."""
+        self._digests: dict[str, Future[tuple[str, ...]]] = {}
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
         self._waiting_bytes = 0
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
-        self._rounded = torch.empty(0)
-        """The last weight in FP8, until its scales come."""
+        self._quantized = torch.empty(0)
+        """The last FP8 weight, kept until its scales follow."""
 
     def tee(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The same stream. Its tensors must stay as they are until they are hashed."""
+        """The same stream, hashed on the way. Its tensors must not change until they are hashed."""
         for name, tensor in tensors:
             yield name, tensor
             self._add(name, tensor)
 
     def result(self) -> dict[str, tuple[str, ...]]:
-        """The digests that are right for each name, when all are there."""
-        self._hash_alone()
+        """For each name the digests that a server may report. Waits until all are computed."""
+        self._hash_incomplete()
         self._threads.shutdown()
-        found = {name: digests.result() for name, digests in self._found.items()}
+        digests = {name: future.result() for name, future in self._digests.items()}
         return {
-            name: right + found.get(_MULTIPLIED_OUT + name, ())
-            for name, right in found.items()
-            if not name.startswith(_MULTIPLIED_OUT)
+            name: valid + digests.get(_DEQUANTIZED + name, ())
+            for name, valid in digests.items()
+            if not name.startswith(_DEQUANTIZED)
         }
 
     def _add(self, name: str, tensor: Tensor) -> None:
-        is_rounded, are_scales = tensor.dtype == torch.float8_e4m3fn, name.endswith(SCALE)
-        if tensor.is_cuda and (is_rounded or are_scales):
-            return  # kernels for GPUs lay out scales anew, some round weights again: the canary is the receipt
-        if is_rounded:
-            self._rounded = tensor
-        elif are_scales:  # they follow their weight
-            self._collect(_MULTIPLIED_OUT + name.removesuffix(SCALE), multiplied_out(self._rounded, tensor))
+        is_quantized, are_scales = tensor.dtype == torch.float8_e4m3fn, name.endswith(SCALE)
+        if tensor.is_cuda and (is_quantized or are_scales):
+            return  # engines change the layout of scales for GPU kernels, and quantize some weights again: canary only
+        if is_quantized:
+            self._quantized = tensor
+        elif are_scales:  # scales follow their weight in the stream
+            self._collect(_DEQUANTIZED + name.removesuffix(SCALE), multiplied_out(self._quantized, tensor))
         self._collect(name, tensor)
 
     def _collect(self, name: str, tensor: Tensor) -> None:
@@ -135,15 +135,15 @@ class Digests:
                 key = pattern.sub(joined, name)
                 parts = self._parts.setdefault(key, {})
                 parts[name] = tensor.detach()
-                if len(parts) == count:  # the actor streams them in the order in which engines join them
+                if len(parts) == count:  # the actor streams parts in the order in which engines join them
                     self._hash(key, list(self._parts.pop(key).values()))
                 return
-        self._hash_alone()
+        self._hash_incomplete()
         self._hash(name, [tensor.detach()])
 
-    def _hash_alone(self) -> None:
-        """What waits has no other parts, since those follow each other: of latent attention without a rank for queries
-        (Moonlight) q_proj. Kept, each would keep its exchange of 256 MiB."""
+    def _hash_incomplete(self) -> None:
+        """Hash waiting parts alone: parts follow each other in the stream, so no more will come. (Moonlight's latent
+        attention has a q_proj without k_proj.) Kept longer, each would keep a 256 MiB exchange buffer alive."""
         while self._parts:
             for name, tensor in self._parts.popitem()[1].items():
                 self._hash(name, [tensor])
@@ -154,12 +154,12 @@ class Digests:
             done_bytes, future = self._waiting.popleft()
             future.result()
             self._waiting_bytes -= done_bytes
-        self._found[name] = self._threads.submit(_digests, name, parts)
-        self._waiting.append((num_bytes, self._found[name]))
+        self._digests[name] = self._threads.submit(_valid_digests, name, parts)
+        self._waiting.append((num_bytes, self._digests[name]))
         self._waiting_bytes += num_bytes
 
 
-def _digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
+def _valid_digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
     plain = digest(*parts)
     if name.endswith(_ROUTER):
         return plain, digest(parts[0].float())
@@ -170,29 +170,29 @@ def _digests(name: str, parts: list[Tensor]) -> tuple[str, ...]:
 
 
 def digest(*parts: Tensor) -> str:
-    """SHA-256 of tensors' bytes, one after the other."""
-    found = hashlib.sha256()
+    """SHA-256 of the concatenated bytes of tensors."""
+    sha = hashlib.sha256()
     for part in parts:
         flat = part.detach().cpu().contiguous().reshape(-1)
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha.update(flat.view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def differing(sent: dict[str, tuple[str, ...]], held: dict[str, str]) -> tuple[list[str], int]:
-    """Names whose digests differ, and how many could be compared.
+    """Names of tensors whose digests differ, and how many tensors were compared.
 
-    What the engine does not show under one of our names is left out: packed weights have no bytes to hash,
-    fused experts have others. An engine may show the first digits only.
+    Tensors that the engine does not report under our names are not compared: packed weights have no bytes to hash, and
+    fused experts have other names. An engine may report only the first digits of a digest.
     """
     shared = [name for name in sent if not _EMPTY.startswith(held.get(name, ""))]
-    return [name for name in shared if not any(right.startswith(held[name]) for right in sent[name])], len(shared)
+    return [name for name in shared if not any(valid.startswith(held[name]) for valid in sent[name])], len(shared)
 
 
 class Canary:
     """The canary of a run: a few short completions of one prompt from every server, scored by the actor.
 
-    Its sampling is its own: `CANARY_TOKENS` at most, whatever a step's completions may have, and uncut, since the
-    actor's log-probabilities are. Made on every rank; all count alike, because all get the same answers.
+    It samples at most `CANARY_TOKENS` tokens, whatever a step's limit, and without top_p and top_k, as the actor scores
+    with the full distribution. Made on every rank; all have the same state, because all get the same answers.
     """
 
     def __init__(self, rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...]):
@@ -203,25 +203,26 @@ class Canary:
         self._receipt = Receipt("canary")
         self._prompt: Prompt | None = None
         self._answers: list[tuple[str, Completion]] = []
-        """Of the last `ask`, until they are judged."""
+        """Answers to the last `ask`, until they are judged."""
 
     @property
     def is_overdue(self) -> bool:
-        """No server answered the last one."""
+        """Whether no server answered the last canary."""
         return self._receipt.is_overdue
 
     def ask(self, engine: Engine, prompt: Prompt) -> None:
-        """Ask all servers at once; an overdue canary when they have generated what was started: at one that is short of
-        memory it may stand behind more than it can wait for, at every sync. Collective. Raises RunAborted as
-        `Receipt.settle`."""
+        """Request canary completions from all servers at once. An overdue canary first waits until everything that was
+        started has been generated: at a server that is short of memory it could otherwise queue too long at every sync.
+        Collective. Raises RunAborted like `Receipt.record`."""
         asked = sum(state == "live" for state in engine.health().values())
         requests = [Request(prompt, index, 0) for index in range(self._count)]
         self._prompt, self._answers = prompt, engine.probe(requests, self._sampling, alone=self.is_overdue)
-        self._receipt.settle(len({server for server, _ in self._answers}), asked)
+        self._receipt.record(len({server for server, _ in self._answers}), asked)
 
     def judge(self, score: Score) -> dict[str, float]:
-        """Compare the answers of the last `ask`; nothing if they were judged already. Collective, and before the
-        actor's weights change: where they are offloaded for the servers, after those have gone to sleep.
+        """Compare the answers to the last `ask` with the actor; returns {} if that was done already. Collective. To be
+        called before the actor's weights change; if the actor is offloaded for the servers, after they have gone to
+        sleep.
 
         Returns:
             `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.
@@ -244,29 +245,28 @@ class Canary:
 def ask_for_canary(
     fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
 ) -> list[tuple[str, list[Sampled]]]:
-    """(server or replica, completions) of the same requests from each replica of all live servers, which are asked at
-    once; on rank 0. A server that gives no whole answer in time is left out and named in the log, and is as live as
-    before."""
+    """Send the same requests to each replica of all live servers at once; returns (server or replica, completions). On
+    rank 0. A server without a complete answer in time is left out of the result and logged, but stays live."""
 
     def ask(member: Member) -> list[tuple[str, list[Sampled]]]:
-        """One server, replica after replica."""
-        found = []
+        """All replicas of one server, one after the other."""
+        by_replica = []
         for replica in range(member.width):
-            one = replica if member.width > 1 else None
-            own = [msgspec.structs.replace(group, replica=one) for group in groups]
-            answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in own]
+            target = replica if member.width > 1 else None
+            addressed = [msgspec.structs.replace(group, replica=target) for group in groups]
+            answers = [generate(member.server, group, expected, timeout_s=timeout_s) for group in addressed]
             sampled = [each for answer in answers for each in answer if len(each.token_ids)]
-            found.append((member.part(replica), sampled))
-        return found
+            by_replica.append((member.part(replica), sampled))
+        return by_replica
 
-    found = []
+    results = []
     for member, answer in at_once(fleet.live, ask):
         error = answer.exception()
         if isinstance(error, FAILURES):
             log(f"rollout: no answer to a canary request from {member.name}: {error}")
         else:
-            found += answer.result()
-    return found
+            results += answer.result()
+    return results
 
 
 def canary_difference(
@@ -275,12 +275,12 @@ def canary_difference(
     scored: Sequence[npt.NDArray[np.floating[Any]]],
     bound: float,
 ) -> float:
-    """The largest mean |log-probability difference| of a server's canary completions.
+    """Mean |log-probability difference| per token of a server's canary completions; the largest over all servers.
 
     Args:
-        servers: which server gave each completion.
-        behaviour: its log-probabilities [n_i] there.
-        scored: the same tokens' under the actor.
+        servers: the server of each completion.
+        behaviour: log-probabilities [n_i] of each completion's tokens, from the server.
+        scored: the same tokens' log-probabilities under the actor.
 
     Raises:
         RunAborted: a server is above `bound`: it computes with other weights than the actor.
@@ -296,8 +296,8 @@ def canary_difference(
         if not mean <= bound:
             raise on_every_rank(
                 RunAborted(
-                    f"{server} scores a canary completion {mean:.3g} a token away from the actor, more than"
-                    f" rollout.sync.max_canary_logprob_diff = {bound:g}: it computes with other weights or another"
+                    f"{server} scores a canary completion differently from the actor: by {mean:.3g} per token, more"
+                    f" than rollout.sync.max_canary_logprob_diff = {bound:g}. It computes with other weights or another"
                     " model, or rounds them (rollout.quantization) by more than the bound allows."
                     " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
                 )

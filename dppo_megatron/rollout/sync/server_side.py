@@ -1,14 +1,14 @@
-"""Rank 0's part of a weight sync: it talks to the servers, all of them at the same time in each step of the line.
+"""Rank 0's part of a weight sync. In each stage it calls all servers at the same time.
 
     reviving ─▶ waking ─▶ pausing ─▶ sending ─▶ handed over ─▶ finishing ─▶ proving ─▶ done
        ▲                                                                       │
        └──────────────── a stale server answers: another pass ─────────────────┘
 
-A server is live when it reports the version that it was sent, and no sooner. A server that failed in a pass gets a
-second pass in this sync if it answers, and else the next sync; a pass that was lost because a neighbour in the
-broadcast failed does not count. (A colocated server waits for the next sync if another is live: that one's cache has
-the memory that the actor's weights would need.) With none live, the sync waits `limits.engine_wait_s`, then stops the
-run.
+A server becomes live when it reports the version that it was sent. A server that fails in a pass gets a second pass in
+the same sync if it answers by then, else it waits for the next sync. A pass that failed because of another member of
+the broadcast does not count. (A colocated server always waits for the next sync if another server is live: a second
+pass would need memory for the actor's weights that the live server's KV cache occupies.) If no server is live, the sync
+waits `limits.engine_wait_s`, then stops the run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ServerSide:
     """The servers' state in the syncs of a run.
 
     Args:
-        settle_requests: called where requests are to finish first, with servers live as before: requests that still
-            wait for room must be asked under the old weights too.
+        finish_requests: waits until all requests have finished (`sync.in_flight` = finish). Called while servers are
+            still live, because requests in the queue must be sampled under the old weights too.
     """
 
     def __init__(
-        self, rollout: RolloutConfig, channel: Channel, fleet: Fleet, settle_requests: Callable[[], None]
+        self, rollout: RolloutConfig, channel: Channel, fleet: Fleet, finish_requests: Callable[[], None]
     ) -> None:
         self._rollout, self._channel, self._fleet = rollout, channel, fleet
-        self._settle_requests = settle_requests
+        self._finish_requests = finish_requests
         self._timeout_s = rollout.limits.sync_timeout_s
         self._version, self._version_name = 0, ""
         self._checksums = Receipt("checksums")
@@ -53,13 +53,12 @@ class ServerSide:
         self._reached_s = 0.0
         """When the present stage began, on the clock of the spans."""
         self.stage: Stage = "done"
-        """How far the present pass is."""
 
     def begin(self, version: int, name: str) -> bool:
-        """No server is live from now on; `name`: what the servers will call that version. Returns whether this sync is
-        proven."""
+        """Begin a sync: no server is live until it has the new version, which servers know as `name`. Returns whether
+        this sync is to be proven."""
         if self._rollout.sync.in_flight == "finish":
-            self._settle_requests()
+            self._finish_requests()
         self._version, self._version_name = version, name
         self._fleet.expect(name)
         every = self._rollout.sync.verify_every
@@ -67,17 +66,17 @@ class ServerSide:
         return every > 0 and ((version - 1) % every == 0 or is_overdue)
 
     def take_tensors_verified(self) -> int | None:
-        """How many the last proof compared; None if there was none since last asked."""
+        """Number of tensors that the last proof compared; None if there was none since the last call."""
         taken, self._tensors_verified = self._tensors_verified, None
         return taken
 
     def sleep(self, *, keeps: bool = False) -> list[str]:
-        """Device memory back to the actor, from every server that answers and is awake. Returns the job's own
-        that are out, by address: they may hold theirs until they are ended.
+        """Have every server that answers and is awake free its device memory for the actor. Returns the addresses of
+        the job's own servers that are out: they may hold memory until they are ended.
 
         Args:
-            keeps: requests go on after the next sync, with their prefixes read again. Else what still runs there has
-                been given up, by this run or by an earlier one; what an outage has left is in any case.
+            keeps: running requests resume after the next sync, with their prefixes prefilled again; else they are
+                dropped. Leftovers of an outage are always dropped.
         """
         fleet = self._fleet
         fleet.revive()
@@ -85,22 +84,22 @@ class ServerSide:
         return [member.name for member in fleet.members if member.is_own and member.state == "out"]
 
     def _put_to_sleep(self, members: Sequence[Member], *, keeps: bool = False) -> list[Member]:
-        """Those of `members` that sleep now."""
+        """Returns those of `members` that are asleep."""
 
         def sleep(member: Member) -> None:
-            """On a timeout it counts as asleep."""
             awake = DEVICE_MEMORY - member.asleep
             if not awake:
                 return
             with self._fleet.lock:
-                member.slept()
+                member.slept()  # before the call: if it times out, the server counts as asleep
             member.server.sleep(awake, keeps=keeps and not member.has_leftovers, timeout_s=self._timeout_s)
 
         return on_each(self._fleet, members, sleep, doing="going to sleep")
 
     def _pause(self, members: Sequence[Member]) -> list[Member]:
-        """Running requests are treated by `sync.in_flight`, leftovers of an outage are ended, since their
-        ids come back; new ones wait at the server, or are turned away (vLLM 0.33). Returns those that are paused."""
+        """Pause generation as `sync.in_flight` says; returns the members that are paused. New requests wait at the
+        server, or are rejected (vLLM 0.33)."""
+        # leftovers of an outage are aborted in any case, since their request ids are used again
         return on_each(
             self._fleet,
             members,
@@ -110,37 +109,38 @@ class ServerSide:
         )
 
     def make_room(self) -> list[Member]:
-        """The members of this pass, without memory of the actor's."""
+        """The members of this pass. Colocated ones are asleep, so that the actor has the memory for its stream."""
         self._reach("waking")
         members = [member for member in self._fleet.members if member.state == "stale"]
-        # one that was started again has all of its memory
+        # a server that was restarted since the last `sleep` is awake
         return self._put_to_sleep(members) if self._rollout.servers.colocate else members
 
     def prepare(self, members: list[Member]) -> None:
-        """Awake for weights and paused, which is not to last while the actor makes its stream ready. Keeps
-        those in `members` that are."""
+        """Wake `members` for their weights and pause them; removes those that fail. Called when the actor's stream is
+        ready, so that servers are not paused while it gets ready."""
         self._wake(members, "weights")
         self._reach("pausing")
         members[:] = self._pause(members)
 
     def send(self, tensors: Tensors, members: list[Member]) -> None:
-        """Keeps those in `members` that took everything."""
+        """Send all tensors to `members`; removes those that fail."""
         self._reach("sending")
         with self._fleet.taking_weights(members):
             members[:] = self._channel.push(tensors, tuple(members), self._version_name)
         self._reach("handed over")
 
     def finish(self, took: Sequence[Member], digests: Digests | None) -> None:
-        """Servers that took the weights generate, and prove it if a proof is due."""
+        """Resume generation on the servers that took the weights; compare checksums if `digests` are given."""
         self._reach("finishing")
         self._wake(took, "kv_cache")
-        self._open(took, self._version_name)
+        self._resume(took, self._version_name)
         if digests is not None and self._fleet.live:
             self._reach("proving")
             self._compare(digests)
 
     def _wake(self, members: Sequence[Member], what: DeviceMemory) -> None:
-        """Weights before an update and the cache after it: both beside the actor's update would not fit."""
+        """Have `members` allocate memory: weights before they are sent, the KV cache after. With both at once, the
+        actor's weights would not fit beside them."""
 
         def wake(member: Member) -> None:
             member.server.wake(what, timeout_s=self._timeout_s)
@@ -149,26 +149,26 @@ class ServerSide:
 
         on_each(self._fleet, [m for m in members if what in m.asleep], wake, doing="waking up")
 
-    def _open(self, members: Sequence[Member], version: str) -> None:
-        """Generate again, and read the version back. Those that agree are live."""
+    def _resume(self, members: Sequence[Member], version: str) -> None:
+        """Resume generation and read back the weights version. Members that report `version` are live."""
 
         def finish(member: Member) -> None:
-            """Refused if it reports other weights than it was sent."""
             member.server.resume(timeout_s=self._timeout_s)
-            found = member.server.weights_version(timeout_s=self._timeout_s)
-            if found != version:
-                raise Refused(409, f"its weights version is '{found}' after the sync of '{version}'")
+            reported = member.server.weights_version(timeout_s=self._timeout_s)
+            if reported != version:
+                raise Refused(409, f"its weights version is '{reported}' after the sync of '{version}'")
 
         for member in on_each(self._fleet, members, finish):
             with self._fleet.lock:
                 member.synced(version)
 
     def _compare(self, digests: Digests) -> None:
-        """Checksums of all live servers that show any, at once. One without an answer is no outage, and no proof."""
+        """Compare checksums of all live servers that offer any. A server that does not answer proves nothing, but is
+        not marked out."""
         compared, answered = 0, 0
         sent = digests.result()
-        asked = [member for member in self._fleet.live if member.server.shows_checksums]
-        for member, answer in at_once(asked, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
+        members = [member for member in self._fleet.live if member.server.shows_checksums]
+        for member, answer in at_once(members, lambda m: m.server.checksums(timeout_s=self._timeout_s)):
             error = answer.exception()
             if isinstance(error, FAILURES):
                 log(f"rollout: no checksums of weight sync {self._version} from {member.name}: {error}")
@@ -182,15 +182,18 @@ class ServerSide:
                         f" {', '.join(names[:8])} ({len(names)} of {compared} tensors compared)"
                     )
         self._tensors_verified = compared
-        self._checksums.settle(answered, len(asked))
+        self._checksums.record(answered, len(members))
 
     def next(self, problem: Exception | None, passes: int, has_passed: bool, wait_until: float) -> Action:
-        """Another pass, a wait for servers, or done. Raises RunAborted if no server has the weights and none
-        has come for them.
+        """Whether to make another pass, to wait a second for servers, or to end the sync.
 
         Args:
             problem: what went wrong in the last pass.
-            has_passed: there was just a pass; the third and later ones come a second after the one before.
+            has_passed: the last action was a pass: from the third pass on, a wait comes between two passes.
+            wait_until: monotonic time after which no server is waited for.
+
+        Raises:
+            RunAborted: the last pass failed, or no server has taken the weights by `wait_until`.
         """
         if isinstance(problem, RunAborted):
             raise problem
@@ -221,7 +224,7 @@ class ServerSide:
         )
 
     def _reach(self, stage: Stage) -> None:
-        """The next stage begins, and the present one ends."""
+        """Enter the next stage, and record the span of the one that ends."""
         now = self._spans.clock()
         if self.stage != "done":
             self._spans.add("weight sync", self.stage, self._reached_s, now)

@@ -58,8 +58,8 @@ class Rig:
         self.known = known
         listener = Listener(1)
         self.clients = Clients(listener, known, [0] * len(known))
-        self.secret, self.path = listener.meeting.secret, listener.meeting.take_path(0)
-        self.node = NodeClient(Setup(0, listener.meeting.address, self.secret, self.path, detokenizer, hook))
+        self.secret, self.path = listener.rendezvous.secret, listener.rendezvous.take_path(0)
+        self.node = NodeClient(Setup(0, listener.rendezvous.address, self.secret, self.path, detokenizer, hook))
         self.clients.start(512)
 
     def close(self) -> None:
