@@ -135,7 +135,7 @@ class _LatentHeads:
     query_norm: Tensor | None
     query_up: Tensor
     down: Tensor
-    """[rank + turning_dim, hidden], of keys and values."""
+    """[rank + rope_dim, hidden], of keys and values."""
     norm: Tensor
     up: Tensor
 
