@@ -79,9 +79,8 @@ class DataConfig:
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict, metadata=FREE_AT_RESUME)
     """Evaluation sets by name. Scores are reported as eval/<name>/..."""
     mixing: Literal["concatenate", "weighted"] = "concatenate"
-    """`concatenate`: all sets form one; the problems left at the end of a shuffled epoch are skipped if they are fewer
-    than a step takes. `weighted`: every step takes from each set in proportion to its weight, and each set has its own
-    epochs."""
+    """`concatenate`: all sets form one; a rest of a shuffled epoch that is smaller than a step is skipped. `weighted`:
+    every step takes from each set in proportion to its weight, and each set has its own epochs."""
     order: OrderName = "shuffled"
     """Order of the problems of an epoch (with mixing=weighted, inside each set). `shuffled`: a new random order every
     epoch. `file`: the order in the file. `easy_first` and `hard_first` sort by `order_by`: ties in random order,
@@ -93,9 +92,8 @@ class DataConfig:
     """What to do about training problems that are also in an evaluation set, even if their spelling or instruction
     differs: warn, leave them out of training, or refuse to start."""
     cache_path: str = field(default="~/.cache/dppo_megatron", metadata=FREE_AT_RESUME)
-    """Directory that caches the tokenized prompts of training sets of 1 MiB and more. The ranks of a machine and later
-    starts map them instead of reading the set; several machines may share the directory. It may be deleted while no job
-    runs. Empty: no cache."""
+    """Directory that caches the tokenized prompts of training sets of 1 MiB and more, for all ranks of a machine and
+    later starts. Machines may share it, and it may be deleted while no job runs. Empty: no cache."""
     problem_field: str = "problem"
     """Field of a row that holds the problem's text or a list of chat messages. Dots reach into nested rows."""
     answer_field: str = "answer"
@@ -117,8 +115,7 @@ class DataConfig:
     """A named preset for the four settings below (qwen3_nothink, qwen3_think, chat_boxed, plain_boxed, r1). A setting
     that is also given itself overrides the preset. A set's own settings, then its own template, override both."""
     prompt_template: str | None = None
-    """Text of the prompt; {problem} is replaced by the problem, or by the last user turn of a list of messages. null:
-    the template's, or {problem} alone."""
+    """The prompt's text; {problem} is the problem, or the last user turn of messages. null: the template's."""
     system_prompt: str | None = None
     """A system turn before the user's; needs the chat template."""
     apply_chat_template: bool | None = None

@@ -69,8 +69,8 @@ class DivergenceConfig:
     """Trust region of loss=divergence_tv (Divergence PPO, arXiv 2602.04879, binary total variation)."""
 
     max_shift: float = ranged(0.15, "(0, 1e6]")
-    """A token is masked if its probability differs from the behaviour's by more than this and the advantage would move
-    it further away."""
+    """A token is masked if its probability is further than this from the behaviour's and the advantage would increase
+    that."""
     max_ratio: float = ranged(20.0, "(0, 1e9]")
     """Cap of the ratio policy / behaviour, which multiplies the gradient."""
 
@@ -107,18 +107,17 @@ class ObjectiveConfig:
     advantage_eps: float = ranged(1e-6, "[0, 1e6]")
     """Added to the standard deviation (population form) before dividing by it."""
     normalization: Literal["sequence_mean", "token_mean", "constant"] = "sequence_mean"
-    """Divisor of a completion's token sum, for a mini-batch of N nominal prompts with G completions each.
-    `sequence_mean`: N G length (GRPO). `token_mean`: the mini-batch's completion tokens (DAPO), or, while prompts are
-    skipped, N G times the mean length of earlier steps. `constant`: N G max_completion_tokens (Dr.GRPO). Pruning
-    completions never changes it."""
+    """Divisor of a completion's token sum, for a mini-batch of N nominal prompts with G completions each; pruning
+    completions does not change it. `sequence_mean`: N G length (GRPO). `token_mean`: the mini-batch's completion tokens
+    (DAPO), or, while prompts are skipped, N G times the mean length of earlier steps. `constant`: N G
+    max_completion_tokens (Dr.GRPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference policy."""
     entropy_coef: float = ranged(0.0, "[0, 1e6]")
     """Coefficient of an entropy bonus: entropy_coef x entropy is subtracted from each token's loss."""
     zero_advantage_slope: float = ranged(0.0, "[0, 1e6]")
     """Only with `function` or `token_values`: roughly the slope of your loss in the log-probability where a
-    completion's advantage is 0. Above 0, completions with advantage 0 are still sometimes trained on, as they are with
-    a KL term."""
+    completion's advantage is 0. Above 0, some of these completions are still trained on, as with a KL term."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Importance correction for the mismatch between rollout and trainer."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
@@ -128,9 +127,8 @@ class ObjectiveConfig:
     is selected; each has its own draws and denominators. Learning-rate settings count updates."""
     old_logprobs: Literal["auto", "recompute", "behaviour"] = "auto"
     """Where the denominator of the policy ratio comes from. `behaviour`: the engine's log-probabilities. `recompute`: a
-    forward pass of the actor over the kept samples before the step's first update. `auto`: as recompute if
-    updates_per_step > 1 and the loss reads them; with a correction and one update, the update's own forward pass; else
-    as behaviour."""
+    forward pass of the actor over the kept samples before the step's first update. `auto`: recompute with several
+    updates whose loss reads them; the update's own pass with a correction and one update; else behaviour."""
 
     @property
     def has_own_code(self) -> bool:
@@ -177,8 +175,7 @@ def is_exact_off_policy(config: ObjectiveConfig) -> bool:
 
 
 def zero_advantage_slope(config: ObjectiveConfig) -> float:
-    """Roughly the slope of the loss in a log-probability at advantage 0. Where it is 0, completion pruning drops
-    completions without advantage."""
+    """Roughly the slope of the loss in a log-probability at advantage 0: not 0 if such completions have gradient."""
     return config.kl.coef + config.entropy_coef + config.zero_advantage_slope
 
 

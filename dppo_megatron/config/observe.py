@@ -53,12 +53,10 @@ class ObserveConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     """Prompts and completions with their rewards and selection."""
     trace_max_gb: float = ranged(2.0, "(0, 1e9]")
-    """Most GB that `trace.jsonl` takes on disk; at that size its older half is removed. A step of 512 x 16 rollouts
-    takes 0.18 MB."""
+    """Most GB of `trace.jsonl` on disk; then its older half is removed. 512 x 16 rollouts take 0.18 MB."""
     noise_scale_every_steps: int = ranged(32, COUNT)
-    """Every this many steps, also compute the gradient of a random half of an update's prompts, to log how many prompts
-    a step should have. Costs about one more update. 0: never. Not done with actor.fp8=delayed, whose scales it would
-    change."""
+    """Every this many steps, also compute the gradient of a random half of an update's prompts (about one more update),
+    to log how many prompts a step should have. 0: never. Not with actor.fp8=delayed, whose scales would change."""
     trackers: list[TrackerName] = field(default_factory=list)
     """Where metrics go besides the run directory: any of tensorboard, wandb, mlflow, trackio."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -35,8 +35,7 @@ class RefillConfig:
     enabled: bool = True
     """Roll out more prompts if too few groups have reward variance."""
     max_rounds: int = ranged(10, "[1, 1000000]")
-    """Most rollout rounds of one step, counting the first. After that the step trains on fewer groups, which the bias
-    ledger records."""
+    """Most rollout rounds of a step, with the first. The step then trains on fewer groups (see the bias ledger)."""
     prompts_per_round: int = ranged(0, "[0, 1000000]")
     """Prompts of a refill round of dynamic_sampling; 0: as many as the step's nominal prompts."""
 
@@ -48,8 +47,7 @@ class PromptPruningConfig:
     method: str = "dppo"
     """A method of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float = ranged(0.3, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of a step's already visited prompts that is skipped. For infobatch: the probability of skipping a prompt
-    that scores below the mean."""
+    """Share of a step's already visited prompts to skip; for infobatch, the chance of each below the mean score."""
     min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
     """Smallest inclusion probability pi of a prompt; bounds the weights by 1 / min_inclusion_prob."""
     score: Literal["fit", "beta", "mean_abs", "rms"] = "fit"
@@ -67,8 +65,7 @@ class PromptPruningConfig:
     estimator: Literal["ht", "fixed_size_ht", "hajek"] = "ht"
     """Weights of kept prompts: ht (1/pi, unbiased), fixed_size_ht (mean over kept times C/(1-P)) or hajek (ratio)."""
     max_weight: float = ranged(0.0, "0 or [1, 1e9]", why="1 is the value without pruning")
-    """Largest weight; 0: no cap. Trades bias for variance: biased in every step whose probabilities allow a larger
-    weight."""
+    """Largest weight; 0: no cap. Less variance, but biased in steps whose probabilities allow a larger weight."""
     warmup_epochs: float = ranged(1.0, "[0, 1e9]")
     """Epochs at the start in which no prompt is skipped."""
     anneal_fraction: float = ranged(0.875, "[0, 1]")
@@ -100,15 +97,13 @@ class CompletionPruningConfig:
     method: str = "dppo"
     """A method of docs/pruning.md, or `module:Class` for a policy of your own."""
     rate: float | None = ranged(None, "[0, 1)", why="1 would drop everything; 0 or method=none keeps all")
-    """Share of completions that is dropped (with cost_aware, share of tokens), unless max_design_effect keeps more. For
-    infobatch: the probability of dropping a completion with |advantage| below the mean. null: 0.95 for dppo, 0.5 for
-    the others."""
+    """Share of completions that is dropped (with cost_aware, of tokens), unless max_design_effect keeps more. For
+    infobatch: the chance of dropping one with |advantage| below the mean. null: 0.95 for dppo, 0.5 for the others."""
     min_inclusion_prob: float = ranged(0.05, "[0, 1]")
     """Smallest inclusion probability pi of a completion that can have a gradient."""
     score: Literal["free_norm", "abs_advantage"] = "free_norm"
     """free_norm: |A| times the root of the sum of (1 - p)^2 over the tokens, a gradient-norm proxy from rollout
-    log-probabilities; abs_advantage: |A|. Both are multiplied by the frozen per-sample coefficient and the prompt's
-    weight."""
+    log-probabilities; abs_advantage: |A|. Both times the frozen per-sample coefficient and the prompt's weight."""
     design: Literal["systematic", "poisson"] = "systematic"
     """How kept completions are drawn: systematic (a fixed number) or poisson (independently of each other)."""
     estimator: Literal["ht", "fixed_size_ht", "hajek"] = "ht"

@@ -57,21 +57,19 @@ class RewardConfig:
     """Several named rewards instead of the one in `function`; each is a metric reward/<name>. The first one decides
     what counts as correct in evaluations and in the check of the references."""
     correct_from: float = ranged(1.0, "[-1e9, 1e9]")
-    """A completion counts as correct if its reward is at least this. Of several named rewards the first one decides,
-    before it is weighted."""
+    """A completion is correct from this reward on. Of several named rewards the first decides, before its weight."""
     timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
-    """A grading that takes longer is ended and its process replaced. It counts as failed (reward/failed_count), not as
-    reward 0."""
+    """A grading that takes longer is ended and its process replaced. It counts as failed, not as reward 0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
-    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. A built-in grader does a
-    step's 512 gradings in milliseconds in one process. For a slow one, such as one that runs code, use as many as the
-    rank has cores, if memory suffices."""
+    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. One process of a built-in
+    grader does a step's 512 gradings in milliseconds; a slow one, which runs code say, may need all cores of the
+    rank."""
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
-    """Most gradings in progress at a time in each process of an `async def` grader; also the most completions in one
-    call of a grader that takes lists."""
+    """Most gradings in progress in each process of an `async def` grader; also the most completions in one call of a
+    grader that takes lists."""
     max_per_minute: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
-    """Most gradings that the whole job starts in any minute, for a judge with a rate limit; 0: no limit. Each set with
-    rewards of its own has its own limit."""
+    """Most gradings that the whole job starts in any minute, for a judge with a rate limit; 0: no limit. Sets with
+    rewards of their own have their own limit."""
     max_failures_in_a_row: int = ranged(0, "[0, 1000000000]", free_at_resume=True)
     """After this many consecutive failures in a rank, all gradings that are waiting count as failed without a try, so
     that a judge that is down does not cost an hour of timeouts. Later gradings are tried again. 0: never."""
@@ -80,15 +78,13 @@ class RewardConfig:
     (RLIMIT_DATA). A grading that needs more counts as failed. 0: no limit."""
     min_self_consistency: float = ranged(0.99, "[0, 1]", free_at_resume=True)
     """At start, up to 2,000 reference answers of each set are graded as if the model had given them. If fewer than this
-    share are correct, the run does not begin and lists some of the rows. 0: no check, for graders that do not use the
-    reference."""
+    share are correct, the run does not begin and lists rows. 0: no check, for graders that use no reference."""
     max_failed_share: float = ranged(0.1, "[0, 1]", free_at_resume=True)
     """If more than this share of a step's gradings fail, and more than one of them, the run stops with exit code 3.
     Completions that were never sampled to their end count as failed too. 0: a single failure stops it. 1: never."""
     cross_check: float = ranged(0.0, "[0, 1]", free_at_resume=True)
     """Share of rank 0's gradings that Math-Verify repeats, off the training path; disagreement is a metric and changes
-    no reward. Only with `function` math or math_boxed, not in sets with rewards of their own. Needs math-verify
-    installed."""
+    no reward. Only with `function` math or math_boxed, not in sets with rewards of their own. Needs math-verify."""
 
 
 def check_reward(reward: RewardConfig, key: str = "reward") -> None:

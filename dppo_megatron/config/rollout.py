@@ -71,8 +71,7 @@ class ServersConfig:
     """Directory on a shared file system in which `dppo-megatron serve` registers servers on other machines. Servers may
     join and leave during the run; a new one is used from the next weight sync on."""
     min_servers: int = ranged(1, "[1, 1024]")
-    """With `registry_dir`: the first step waits until this many servers have registered, for at most
-    `limits.start_timeout_s`."""
+    """With `registry_dir`: servers that the first step waits for, as long as `limits.start_timeout_s`."""
     python: str = ""
     """Python interpreter of the engine's environment (.venv-vllm/bin/python); empty: the trainer's."""
     args: list[str] = field(default_factory=list)
@@ -96,14 +95,12 @@ class SpeculationConfig:
     same tokens earlier in the text. `suffix`: also in earlier completions. `eagle3`: the draft model at `draft_path`.
     The policy's distribution and log-probabilities stay the same."""
     draft_path: str = ""
-    """Directory of an eagle3 draft model made for this model. It is not trained, so its guesses get worse as the policy
-    changes."""
+    """Directory of an eagle3 draft model for this model. It is not trained, and guesses worse as the policy moves."""
     draft_tokens: int = ranged(4, "[1, 64]")
     """Tokens drafted at a time while few sequences are running."""
     max_drafted: int = ranged(128, "[0, 1e6]")
     """Most drafted tokens that a server verifies in one pass: with n running sequences each drafts `draft_tokens`, but
-    at most max_drafted / n, so none above n = max_drafted, where verifying costs as much as sampling. 0: always
-    `draft_tokens`."""
+    at most max_drafted / n, so none above n = max_drafted, where drafts cost as much as they save. 0: no limit."""
 
 
 @dataclass
@@ -113,8 +110,7 @@ class SyncConfig:
     group with the engine's workers. `ipc`: launched servers map memory of the trainer (CUDA IPC on GPUs). `auto`: ipc
     for servers that are colocated or launched on a CPU, else nccl on GPUs or gloo, else disk; the choice is logged."""
     dir: str = field(default="", metadata=FREE_AT_RESUME)
-    """Directory for channel=disk, in which each run makes its own. Servers must see it under the same path. Empty:
-    run_dir/sync."""
+    """Directory for channel=disk, which servers need at the same path. Empty: run_dir/sync."""
     bucket_mb: int = ranged(256, "[1, 1000000]", free_at_resume=True)
     """Weights are gathered and sent in buckets of about this many MiB, so that no rank holds the whole model."""
     verify_every: int = ranged(10, COUNT, free_at_resume=True)
@@ -145,8 +141,7 @@ class LimitsConfig:
     probe_every_s: float = ranged(5.0, SECONDS, free_at_resume=True)
     """Interval between health probes of each server."""
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
-    """A server that does not answer a health probe within this time is marked down, and its requests are made again
-    elsewhere."""
+    """A server whose health probe takes longer is marked down, and its requests are made again elsewhere."""
     logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """Warn if a step's mean |log-probability difference| between engine and actor is above this."""
 
@@ -240,7 +235,7 @@ def check_rollout(config: RolloutConfig) -> None:
         raise UserError(
             f"rollout.servers.gpus has {len(servers.gpus)} entries for rollout.servers.count = {servers.count}"
         )
-    if has_servers:
+    if config.engine != "hf":
         check_gpus(servers.gpus, servers.args)
         check_engine_names(config.engine, servers.args)
         _check_stages(config)

@@ -131,9 +131,8 @@ class OptimizerConfig:
     main_params_dtype: Literal["float32", "float16"] = "float32"
     """Type of the optimizer's main parameters. float16 has the same requirements as 16-bit moments."""
     cpu_offload: float = ranged(0.0, "[0, 1]")
-    """1: the optimizer's state stays on the host and is updated there, which saves device memory and makes the step
-    slower. Needs `distributed`, model.dtype=bfloat16 and Transformer Engine. To offload only while servers generate,
-    use actor.offload."""
+    """1: the optimizer's state stays on the host and is updated there: less device memory, a slower step. Needs
+    `distributed`, model.dtype=bfloat16 and Transformer Engine. actor.offload offloads only while servers generate."""
 
 
 @dataclass
@@ -148,9 +147,8 @@ class LoraConfig:
     """Projections that get an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (latent attention:
     q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj), or all-linear for all of these."""
     experts: bool = False
-    """In a mixture of experts, give the projections of each routed expert adapters too; as in PEFT, its shared experts
-    and dense feed-forward layers get none. With Transformer Engine the experts then run one by one instead of in one
-    grouped GEMM."""
+    """In a mixture, give the projections of each routed expert adapters too; as in PEFT, shared experts and dense
+    feed-forward layers get none. With Transformer Engine the experts then run one by one, not in one grouped GEMM."""
 
 
 @dataclass
@@ -173,8 +171,8 @@ class ActorConfig:
     moments move to pinned host memory. `all`: the weights move too. `auto`: `all` on GPUs with
     rollout.servers.colocate, else `none`."""
     overlap_grad_reduce: bool = field(default=False, metadata=FREE_AT_RESUME)
-    """Reduce gradients over data-parallel ranks while the last micro-batch's backward pass still runs, in buckets of
-    actor.ddp.bucket_size elements."""
+    """Reduce gradients over data-parallel ranks in buckets (actor.ddp.bucket_size) during the last micro-batch's
+    backward pass."""
     overlap_param_gather: bool = field(default=False, metadata=FREE_AT_RESUME)
     """Gather updated parameters from data-parallel ranks, layer by layer, during the next update's forward pass. The
     last update of a step is gathered before its weights are read, so this helps only with objective.updates_per_step
@@ -183,8 +181,7 @@ class ActorConfig:
     """Which layers the model is built of: `te`, Transformer Engine's (CUDA), or `local`, Megatron's own with this
     project's packed attention. `auto` takes te where it is installed and there is a CUDA device."""
     logprob_chunk_tokens: int = ranged(2048, "[1, 100000000]", free_at_resume=True)
-    """Log-probabilities are computed in chunks of this many tokens: only one chunk's full-vocabulary float32 logits are
-    in memory at a time."""
+    """Tokens whose log-probabilities are computed at a time: bounds the float32 logits of the full vocabulary."""
     logprob_kernel: Literal["auto", "triton", "torch"] = field(default="auto", metadata=FREE_AT_RESUME)
     """What computes log-probabilities and entropy of a chunk: fused `triton` kernels (CUDA), or `torch` operations,
     which read the logits about ten times instead of once. `auto` takes triton where it can run."""
@@ -254,8 +251,7 @@ class GuardConfig:
     page = "checkpoints.md"
     free_at_resume = True
     max_skipped_updates: int = ranged(5, COUNT)
-    """An update whose loss or gradient is not finite is skipped; this many in a row stop the run. 0: the first one
-    does."""
+    """An update whose loss or gradient is not finite is skipped; this many in a row, or one if 0, stop the run."""
     watchdog_s: float = ranged(300.0, "[0, 1e8]")
     """If a rank sends no heartbeat for this long, the others report which one and stop. 0: no watchdog."""
     rendezvous_timeout_s: float = ranged(600.0, SECONDS)
@@ -272,8 +268,7 @@ class Config:
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
     """Seeds data order, sampling and every selection draw, each through its own counter-based stream."""
     steps: int = ranged(100, COUNT, free_at_resume=True)
-    """RL steps, each with one rollout and `objective.updates_per_step` optimizer updates. 0: only SFT; its model is
-    evaluated and saved under hf/."""
+    """RL steps: a rollout and `objective.updates_per_step` updates each. 0: only SFT, then evaluated and saved."""
     threads_per_rank: int = ranged(0, "[0, 1024]", free_at_resume=True)
     """CPU threads of torch in each rank; 0: the machine's cores divided by the ranks on it."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -239,7 +239,7 @@ REFUSED = {
     "surrogate": ('"answer": "\\ud800"', r"'answer' holds a lone surrogate \(\\ud800\)"),
     "nul": ('"answer": "1\\u0000"', "'answer' holds a NUL"),
     "absent": ('"solution": "2"', "the row lacks the field 'answer'; it has: problem, solution.*MATH's layout"),
-    "problem": ('"answer": "2", "problem": 5', 'not valid JSON: the key "problem" stands twice'),
+    "problem": ('"answer": "2", "problem": 5', 'not valid JSON: the key "problem" appears twice'),
     "source": ('"answer": "2", "source": ["a"]', "'source' is a list; the name of a subset is text"),
     "huge": ('"answer": ' + "9" * 5000, "not valid JSON: a number has more than 4,300 digits; write it as text"),
     "deep": (f'"answer": "2", "x": {LONG}', "not valid JSON: it is nested too deeply"),
