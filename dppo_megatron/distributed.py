@@ -67,8 +67,7 @@ def on_loopback_if_one_machine() -> Iterator[None]:
 
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""The variable that names NCCL's network interfaces: a list of prefixes, of exact names after `=`, and of interfaces
-not to use after `^`."""
+"""The variable that names NCCL's network interfaces: prefixes; after `=` exact names; after `^` those not to use."""
 
 
 def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -> None:
@@ -296,9 +295,8 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _tree(group: dist.ProcessGroup | None = None) -> tuple[int, list[int]]:
-    """This rank's parent and children in a binomial tree over `group` with rank 0 as its root. Rank 0 then connects to
-    log2 of all ranks; in gloo's own gather it connects to all. Child r + 2^k of rank r reports for r + 2^k to
-    r + 2^(k + 1) - 1."""
+    """This rank's parent and children in a binomial tree over `group` below rank 0, which then connects to log2 of all
+    ranks (to all in gloo's own gather). Child r + 2^k of rank r reports for r + 2^k to r + 2^(k + 1) - 1."""
     me, world = dist.get_rank(group), dist.get_world_size(group)
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]

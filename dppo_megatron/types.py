@@ -244,8 +244,8 @@ class TrainSample:
     figure_weight: float = 1.0
     """Weight of each of its tokens in the policy's metrics (`TrainSelection.figure_weight`); 1 without selection."""
     old_logprobs: FloatArray | None = None
-    """[n - num_prompt_tokens] under the actor's weights before the step's first update: the clip is centred on them.
-    None: on the behaviour's."""
+    """[n - num_prompt_tokens] under the actor before the step's first update, the clip's centre. None: the
+    behaviour's."""
     reference_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
     experts: ExpertArray | None = None

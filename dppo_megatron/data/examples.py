@@ -1,4 +1,4 @@
-"""Reads the worked solutions of SFT. Each becomes a sample that the actor trains on as on a completion."""
+"""Reads the worked solutions of SFT. Each becomes a sample that the actor trains on like a completion."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def load_examples(
     max_tokens: int,
     is_over: bool = False,
 ) -> tuple[list[TrainSample], list[str]]:
-    """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
+    """SFT's worked solutions as samples with weight and denominator 1, and lines for the log. Each sample ends with the
     end-of-sequence token.
 
     Args:
-        evaluated: whose problems are looked for, and treated as `data.contamination` says.
-        is_over: SFT has been done: no samples, but what was trained on may be problems of a new evaluation set.
+        evaluated: evaluation sets, whose problems are handled according to `data.contamination`.
+        is_over: SFT is done: no samples, but lines about examples that are problems of (perhaps new) evaluation sets.
 
     Raises:
-        UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
-            needs; or evaluated problems are trained on.
+        UserError: a row has no problem or completion, an example has more than `max_tokens` tokens, there are fewer
+            than a step needs, or evaluation problems are trained on.
     """
     settings = example_set_config(config)
     check_template(settings, tokenizer)
@@ -74,7 +74,7 @@ def load_examples(
     if looked_for.dropped and is_over:
         return [], [
             f"{settings.path}: {looked_for.dropped} examples are of problems of evaluation sets; SFT was done without"
-            " those of sets that were evaluated then, and with those of others"
+            " those of sets that the run evaluated at that time, but with those of sets added later"
         ]
     if looked_for.dropped:
         return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
@@ -89,7 +89,7 @@ def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], e
         id=origin,
         token_ids=token_ids,
         num_prompt_tokens=len(prompt),
-        behaviour_logprobs=np.broadcast_to(np.float32(0), len(token_ids) - len(prompt)),  # which takes 4 bytes
+        behaviour_logprobs=np.broadcast_to(np.float32(0), len(token_ids) - len(prompt)),  # takes only 4 bytes
         advantage=1.0,
         weight=1.0,
         denominator=1.0,

@@ -349,8 +349,8 @@ def test_repeated_problems_are_said(tmp_path: Path) -> None:
     found = load(tmp_path / "a.jsonl")
     path = tmp_path / "a.jsonl"
     assert found.notes == (
-        f"warning: 2 problems stand there more than once: {path}:2 is {path}:1, {path}:4 is {path}:3",
-        f"warning: 1 of them with another answer: {path}:4 says '2' and {path}:3 '1'",
+        f"warning: 2 problems appear more than once: {path}:2 is {path}:1, {path}:4 is {path}:3",
+        f"warning: 1 of them with another answer: {path}:4 has '2' and {path}:3 '1'",
     )
 
 
@@ -366,7 +366,7 @@ def test_levels(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(_lines([{"problem": str(i), "answer": "1"} | row for i, row in enumerate(rows)]))
     found = load(tmp_path / "a.jsonl")
     assert [p.level for p in found.prompts] == [4.0, 2.0, None, None]
-    assert found.notes == ("1 rows have a level that is no number; it is left out",)
+    assert found.notes == ("1 rows have a level that is not a number; it is left out",)
     assert [p.level for p in load(tmp_path / "a.jsonl", level_field="difficulty").prompts] == [4.0, 9.0, None, None]
 
 
