@@ -21,8 +21,7 @@ _PR_SET_PDEATHSIG = 1
 def package_environment() -> dict[str, str]:
     """This process's environment, extended so that another Python imports this same copy of the package."""
     root = Path(__file__).resolve().parents[1]
-    # Installed: it is found anyway, and the other packages beside it must not shadow those of a server's own Python.
-    if root.name in ("site-packages", "dist-packages"):
+    if root.name in ("site-packages", "dist-packages"):  # found anyway; other packages there would shadow a server's
         return dict(os.environ)
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
 

@@ -64,8 +64,7 @@ _RECORDER: ContextVar[Spans] = ContextVar("recorder")
 def recorder() -> Spans:
     """The recorder of the run; outside of a run, one that records nothing.
 
-    A new thread starts with an empty context and gets no recorder: objects that work in threads must call this when
-    they are built.
+    A new thread starts with an empty context and gets no recorder: what works in threads must call this before.
     """
     return _RECORDER.get(None) or Spans()
 

@@ -482,7 +482,7 @@ _INTERLEAVED = [
         (["actor.optimizer.cpu_offload=1", "model.dtype=float32"], "needs model.dtype = bfloat16"),
         (["actor.optimizer.moments_dtype=bfloat16", "model.dtype=float32"], "needs model.dtype = bfloat16"),
         (["actor.optimizer.min_learning_rate=1"], "is above learning_rate"),
-        (_INTERLEAVED, "= 1: must be a whole number from"),
+        (_INTERLEAVED, "= 1: must be a whole number, at least"),
     ],
     ids=str,
 )

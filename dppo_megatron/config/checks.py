@@ -114,7 +114,7 @@ def _check_lean_optimizer(config: Config) -> None:
         # The first save hangs at parameters that one rank has on the host and the next on the device, and after a load
         # Transformer Engine's step count no longer advances.
         if 0 < optimizer.cpu_offload < 1:
-            raise UserError(f"{setting}: partly offloaded, a run cannot be saved or resumed; use 1 or 0")
+            raise UserError(f"{setting}: partly offloaded, a run cannot be saved or resumed; use 1, or 0")
         if not optimizer.distributed:
             raise UserError(f"{setting} needs actor.optimizer.distributed = true")
         if config.model.dtype != "bfloat16":  # Megatron cannot build the offloaded optimizer over float32 parameters

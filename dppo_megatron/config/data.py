@@ -28,7 +28,7 @@ class SetConfig:
     subset: str = ""
     """Configuration of a hub set (gsm8k: main); empty: its default."""
     limit: int = ranged(0, COUNT)
-    """Use only the first this many of the rows that meet `where`; 0: all."""
+    """Use only this many rows, the first ones that meet `where`; 0: all."""
     where: list[str] | None = None
     """Use only rows that meet all of these conditions: `type != proof`, `solve_rate >= 0.1`, `type in [a, b]`."""
     problem_field: str | None = None
@@ -112,10 +112,10 @@ class DataConfig:
     level_is: Literal["difficulty", "solve_rate"] = "difficulty"
     """`difficulty`: a higher level is harder. `solve_rate`: a higher level is easier; 1 - level is then used."""
     template: str = ""
-    """A named preset for the four settings below (qwen3_nothink, qwen3_think, chat_boxed, plain_boxed, r1). A setting
-    that is also given itself overrides the preset. A set's own settings, then its own template, override both."""
+    """A named preset for the four settings below (qwen3_nothink, qwen3_think, chat_boxed, plain_boxed, r1); each of
+    them that is set overrides the preset. A set's own settings, then its own template, override both."""
     prompt_template: str | None = None
-    """The prompt's text; {problem} is the problem, or the last user turn of messages. null: the template's."""
+    """The prompt's text; {problem}: the problem, or the last user turn. null: the template's, or {problem} alone."""
     system_prompt: str | None = None
     """A system turn before the user's; needs the chat template."""
     apply_chat_template: bool | None = None

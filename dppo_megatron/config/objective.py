@@ -53,8 +53,8 @@ class OverlongConfig:
     """DAPO's treatment of completions near or at the length limit (arXiv 2503.14476, section 3.4)."""
 
     buffer_tokens: int = ranged(0, "[0, 100000000]")
-    """Soft punishment: over the last this many tokens before max_completion_tokens the reward falls linearly, by
-    `penalty` in all. 0: off. Metrics, prompt scores and dynamic sampling use the reward without it."""
+    """Soft punishment: the reward falls linearly, by `penalty` in all, over this many tokens before
+    max_completion_tokens. 0: off. Metrics, prompt scores and dynamic sampling use the reward without it."""
     penalty: float = ranged(
         1.0, "[0, 1e6]", why="rewards are squared, and a larger penalty would leave no digits for the rewards"
     )

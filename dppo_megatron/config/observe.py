@@ -74,7 +74,7 @@ class ObserveConfig:
 def check_observe(observe: ObserveConfig) -> None:
     """Raise `UserError` for a tracker that is named twice, is not installed, or would prompt for a login mid-run."""
     if len(set(observe.trackers)) < len(observe.trackers):
-        raise UserError(f"observe.trackers = {observe.trackers}: one is listed twice")
+        raise UserError(f"observe.trackers = {observe.trackers}: one is named twice")
     for name in observe.trackers:
         package = "mlflow-skinny" if name == "mlflow" else name
         spec = importlib.util.find_spec(name)

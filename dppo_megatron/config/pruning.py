@@ -35,7 +35,7 @@ class RefillConfig:
     enabled: bool = True
     """Roll out more prompts if too few groups have reward variance."""
     max_rounds: int = ranged(10, "[1, 1000000]")
-    """Most rollout rounds of a step, with the first. The step then trains on fewer groups (see the bias ledger)."""
+    """Most rollout rounds of a step, including the first; then it trains on fewer groups (see the bias ledger)."""
     prompts_per_round: int = ranged(0, "[0, 1000000]")
     """Prompts of a refill round of dynamic_sampling; 0: as many as the step's nominal prompts."""
 

@@ -32,7 +32,7 @@ class Template:
 
 
 TEMPLATES: dict[str, Template] = {
-    # Qwen3's hybrid models think unless they are told not to, and then rarely finish within 4,096 tokens
+    # without enable_thinking=False Qwen3's hybrid models think, and then rarely finish within 4,096 tokens
     "qwen3_nothink": Template(
         prompt_template=f"{{problem}}\n{_BOXED}",
         apply_chat_template=True,

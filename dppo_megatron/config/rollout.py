@@ -37,7 +37,7 @@ _VARIABLE = r"(_*[A-Z]{1,20}[0-9]{0,2}(_|$))+[A-Z0-9_]{0,4}"
 @dataclass
 class SamplingConfig:
     max_completion_tokens: int = ranged(1024, "[1, 100000000]")
-    """Generation stops here; such a completion has finish reason `length`."""
+    """Most tokens of a completion. One that is truncated at this limit has finish reason `length`."""
     temperature: float = ranged(1.0, "(0, 100]")
     """Sampling temperature. The actor's log-probabilities are computed at the same temperature."""
     top_p: float = ranged(1.0, "(0, 1]")
@@ -71,7 +71,7 @@ class ServersConfig:
     """Directory on a shared file system in which `dppo-megatron serve` registers servers on other machines. Servers may
     join and leave during the run; a new one is used from the next weight sync on."""
     min_servers: int = ranged(1, "[1, 1024]")
-    """With `registry_dir`: servers that the first step waits for, as long as `limits.start_timeout_s`."""
+    """With `registry_dir`: number of servers that the first step waits for (`limits.start_timeout_s`)."""
     python: str = ""
     """Python interpreter of the engine's environment (.venv-vllm/bin/python); empty: the trainer's."""
     args: list[str] = field(default_factory=list)
@@ -110,11 +110,11 @@ class SyncConfig:
     group with the engine's workers. `ipc`: launched servers map memory of the trainer (CUDA IPC on GPUs). `auto`: ipc
     for servers that are colocated or launched on a CPU, else nccl on GPUs or gloo, else disk; the choice is logged."""
     dir: str = field(default="", metadata=FREE_AT_RESUME)
-    """Directory for channel=disk, which servers need at the same path. Empty: run_dir/sync."""
+    """Directory for channel=disk, at the same path on the servers; each run adds its own. Empty: run_dir/sync."""
     bucket_mb: int = ranged(256, "[1, 1000000]", free_at_resume=True)
     """Weights are gathered and sent in buckets of about this many MiB, so that no rank holds the whole model."""
     verify_every: int = ranged(10, COUNT, free_at_resume=True)
-    """After the first sync and then every this many, compare the servers with the actor: checksums of tensors, if the
+    """After the first and then every this many syncs, compare the servers with the actor: checksums of tensors, if the
     engine exposes them, and the log-probabilities of a canary completion. 0: never."""
     max_canary_logprob_diff: float = ranged(0.05, "(0, 1e6]", free_at_resume=True)
     """Largest mean |log-probability difference| of the canary; above it the run stops."""
@@ -157,7 +157,7 @@ class RolloutConfig:
     """Completions sampled for each selected prompt: the group size G."""
     async_steps: int = ranged(0, "[0, 8]")
     """Generate up to this many steps ahead: requests of later steps use the servers while stragglers of this step
-    finish. Tokens are then at most this many steps old, for which objective.correction corrects. Colocated servers
+    finish. Tokens are then at most this many steps old, which objective.correction makes up for. Colocated servers
     still pause for every update. 0: generate each step with the newest weights."""
     quantization: Literal["off", "fp8", "fp8_pow2"] = "off"
     """How servers hold the weights of linear layers. `off`: as the actor does. `fp8`: in FP8, rounded by the trainer,
@@ -245,7 +245,7 @@ def check_rollout(config: RolloutConfig) -> None:
     for url in servers.endpoints:
         check_endpoint(url, config)
     if len(set(servers.endpoints)) < len(servers.endpoints):
-        raise UserError("rollout.servers.endpoints lists a server twice")
+        raise UserError("rollout.servers.endpoints names a server twice")
 
 
 def _check_stages(config: RolloutConfig) -> None:

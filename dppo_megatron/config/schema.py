@@ -147,8 +147,8 @@ class LoraConfig:
     """Projections that get an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (latent attention:
     q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj), or all-linear for all of these."""
     experts: bool = False
-    """In a mixture, give the projections of each routed expert adapters too; as in PEFT, shared experts and dense
-    feed-forward layers get none. With Transformer Engine the experts then run one by one, not in one grouped GEMM."""
+    """In a mixture of experts, adapt the projections of each routed expert; as in PEFT, shared experts and dense
+    feed-forward layers get no adapters. With Transformer Engine experts then run one by one, not as one GEMM."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ from dppo_megatron.config.resolved_sets import example_set_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination
-from dppo_megatron.data.sets import ProblemSet, held_out_of, read_set, refuse, trained_on, words_asked
+from dppo_megatron.data.sets import ProblemSet, held_out_of, problem_words, read_set, refuse, trained_on
 from dppo_megatron.data.templates import check_template, is_beyond, render, sequence_start, shared_ids, tokenize
 from dppo_megatron.progress import progress
 from dppo_megatron.types import TrainSample, UserError
@@ -48,18 +48,19 @@ def load_examples(
         for rows in read_set(settings, advance):
             if is_chat:
                 rows, completion_field = [fields.solution_apart(row, settings) for row in rows], fields.LAST_TURN
-            rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
+            rows = looked_for.kept(rows, (problem_words(row, settings) for row in rows))
             if is_over:
                 continue
             origins = [row.origin for row in rows]
-            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            answers = [fields.completion_of(row, completion_field, settings) for row in rows]
-            for origin, text in zip(origins * 2, asked + answers, strict=True):
+            prompt_texts = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            solutions = [fields.completion_of(row, completion_field, settings) for row in rows]
+            for origin, text in zip(origins * 2, prompt_texts + solutions, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
                         f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
                     )
-            prompts, completions = tokenize(asked, tokenizer, shared, start), tokenize(answers, tokenizer, shared)
+            prompts = tokenize(prompt_texts, tokenizer, shared, start)
+            completions = tokenize(solutions, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)

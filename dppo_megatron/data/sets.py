@@ -98,7 +98,7 @@ def load_set(
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
             if held_out is None:
-                words += (words_asked(row, settings) for row in rows)
+                words += (problem_words(row, settings) for row in rows)
             reader.add(rows, looked_for)
     if not settings.limit or where.met < settings.limit:  # else an unread row may have the field
         where.check_fields()
@@ -175,8 +175,8 @@ class _PromptReader:
                 self.filtered += 1
                 continue
             read.append((row, problem, prompt))
-        asked = (words_asked(row, settings) for row, _, _ in read)
-        for row, problem, prompt in looked_for.kept(read, asked):
+        words = (problem_words(row, settings) for row, _, _ in read)
+        for row, problem, prompt in looked_for.kept(read, words):
             if prompt.index != (index := self._first_index + len(self.prompts)):  # an earlier one was dropped
                 prompt = replace(prompt, index=index)
             encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
@@ -184,7 +184,7 @@ class _PromptReader:
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # the length makes it unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
-            if match := self._special.search(_asked(problem)):
+            if match := self._special.search(_problem_text(problem)):
                 self.special.append(f"{match[0]} in {row.origin}")
 
 
@@ -401,7 +401,7 @@ def _identity(problem: str | fields.Messages) -> str:
     return turns[0][1] if len(turns) == 1 else "\n".join(f"{role}: {text}" for role, text in turns)
 
 
-def _asked(problem: str | fields.Messages) -> str:
+def _problem_text(problem: str | fields.Messages) -> str:
     return "\n".join(turn["content"] for turn in _turns(problem))
 
 
@@ -410,6 +410,6 @@ def _last_question(problem: str | fields.Messages) -> str:
     return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), turns[-1]["content"])
 
 
-def words_asked(row: Row, settings: ResolvedSet) -> Words:
+def problem_words(row: Row, settings: ResolvedSet) -> Words:
     """The words of the row's problem, for contamination."""
-    return words_of(_asked(fields.problem_of(row, settings)))
+    return words_of(_problem_text(fields.problem_of(row, settings)))
