@@ -23,8 +23,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, IntArray, UserError
 
 Key: TypeAlias = Callable[[], FloatArray]
-"""The values by which an epoch that begins now is sorted, ascending: [prompts of all sets]. NaN comes last; ties, and
-NaNs, are in random order."""
+"""What an epoch that begins now is sorted by, ascending: [prompts of all sets]. NaN last; ties in random order."""
 
 _MOST_SLOTS = 1_000_000
 """Longest pattern of sets. Weights whose ratio needs a longer one are rounded to millionths."""
