@@ -81,7 +81,7 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
         if of_methods := [key for key, _ in refused if key in never]:
             how = (
                 "or begin a new run_dir (model.hf_path may be the old run's hf/): what was learned under another"
-                f" {' and '.join(of_methods)} cannot be taken over, not even with checkpoint.may_change"
+                f" {' and '.join(of_methods)} cannot be taken over, whatever is permitted"
             )
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
