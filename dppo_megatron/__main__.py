@@ -1,5 +1,5 @@
-"""The program: `dppo-megatron COMMAND`, and `python -m dppo_megatron COMMAND` where the script is not on the path, as
-in torchrun. It imports nothing before it is asked to, so that Control-C meanwhile is said like any other."""
+"""The program: `dppo-megatron COMMAND`, or `python -m dppo_megatron COMMAND` if the script is not on the path, as under
+torchrun. Imports are inside `main`, so that Control-C during them prints `interrupted` and no traceback."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def hf_to_megatron(
         Lines to print.
 
     Raises:
-        UserError: whatever is wrong with the input, the target or the disk.
+        UserError: something is wrong with the input, the target or the disk.
     """
     if is_torch_dist(source):
         raise UserError(
@@ -63,19 +63,19 @@ def hf_to_megatron(
     for name, size in (("tp", tp), ("pp", pp), ("ep", ep)):
         if size < 1:
             raise UserError(f"--{name} {size}: must be at least 1")
-    said, even = [], pp
+    lines, stages = [], pp
     if pp < (num_layers := architecture.num_layers) and num_layers % pp:
-        said, even = [f"--pp {pp}: the model's {num_layers} layers do not divide by it{UNEVEN_HINT}"], 1
-    layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=even, expert_parallel=ep)
+        lines, stages = [f"--pp {pp}: the model's {num_layers} layers do not divide by it{UNEVEN_HINT}"], 1
+    layout = LayoutConfig(tensor_parallel=tp, pipeline_parallel=stages, expert_parallel=ep)
     try:
         architecture.check_layout(ActorConfig(layout=layout))
     except UserError as error:
         raise UserError(f"--tp {tp} --pp {pp} --ep {ep}: {error}") from None
     reader = CheckpointReader(source, architecture, "--hf")
     if reader.left_out:
-        said.append(f"left out: {len(reader.left_out)} tensors of layers that predict several tokens")
-    said += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
-    said += _compared(model)
+        lines.append(f"left out: {len(reader.left_out)} tensors of layers that predict several tokens")
+    lines += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
+    lines += _compared(model)
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
 
     read_so_far = itertools.count(1)
@@ -90,9 +90,9 @@ def hf_to_megatron(
         with progress("converting", len(list(in_layer_order(architecture))), "tensors") as advance:
             write_torch_dist(directory, architecture, dtypes, read)
         if verify:
-            said.append(_verify(reader, TorchDistReader(directory, architecture).get, "the converted checkpoint"))
-    said.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
-    return said
+            lines.append(_verify(reader, TorchDistReader(directory, architecture).get, "the converted checkpoint"))
+    lines.append(f"{target}: {len(reader.names)} tensors of {architecture.name}, loadable at any layout")
+    return lines
 
 
 def megatron_to_hf(
@@ -106,10 +106,10 @@ def megatron_to_hf(
     provider: str = "",
     verify: bool = False,
 ) -> list[str]:
-    """Write a distributed checkpoint, converted or from training, as one that `transformers` loads.
+    """Write a distributed checkpoint, converted or from training, as one that `transformers` can load.
 
     Args:
-        hf: directory with config.json and tokenizer, if the checkpoint does not hold them itself.
+        hf: directory with config.json and tokenizer, if the checkpoint does not contain them.
         dtype: a name of `DTYPES`; empty: as stored.
         shard_gb: the weights are spread over files of at most this many GB (1e9 bytes).
 
@@ -118,7 +118,7 @@ def megatron_to_hf(
     """
     if not is_torch_dist(checkpoint):
         raise UserError(
-            f"--checkpoint '{checkpoint}': is no distributed checkpoint: no .metadata, or safetensors beside it"
+            f"--checkpoint '{checkpoint}' is not a distributed checkpoint: it has no .metadata, or has safetensors too"
         )
     assets = hf or checkpoint
     if not (assets / "config.json").is_file():
@@ -131,31 +131,31 @@ def megatron_to_hf(
     architecture = model_architecture(model, "--hf" if hf else "--checkpoint")
     reader = TorchDistReader(checkpoint, architecture)
     dtypes = {
-        # a correction bias moved by bfloat16's rounding chooses other experts
+        # a correction bias stays as it is: rounded to bfloat16 it would choose other experts
         name: DTYPES[dtype] if dtype and not key.endswith(EXPERT_BIAS) else reader.dtypes[key]
         for key, place in in_layer_order(architecture)
         for name in hf_names(key, place, architecture)
     }
-    said = _compared(model)
+    lines = _compared(model)
     shard_bytes = int(shard_gb * 1e9)
     with (
         _disk_errors(target),
         hf_writer(target, assets, architecture, dtypes, max_shard_bytes=shard_bytes) as writer,
         progress("converting", len(reader.names), "tensors") as advance,
     ):
-        for done, name in enumerate(reader.names, start=1):  # in the order in which each key is read once
+        for done, name in enumerate(reader.names, start=1):  # in an order in which each key is read only once
             writer.put(name, reader.get(name))
             advance(done)
         writer.put_adapter(reader.adapters(), reader.lora, reader.base)
     if verify:
         written, what = CheckpointReader(target, architecture), "the checkpoint it came from"
-        said.append(_verify(written, lambda name: reader.get(name).to(dtypes[name]), what))
-    return [*said, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
+        lines.append(_verify(written, lambda name: reader.get(name).to(dtypes[name]), what))
+    return [*lines, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
 
 
 def _compared(model: ModelConfig) -> list[str]:
-    """A line about layers that a provider describes. Tensors are moved right without a proof that there is no memory
-    for here: whatever computes with them asks for it again."""
+    """Compare the first layers of a provider's model with transformers'; a line with the result. If this machine has no
+    memory for that, it is a warning only: tensors are converted correctly anyway, and a run compares again."""
     try:
         return [check_first_layers(model)] if model.provider else []
     except NotComparedError as error:
@@ -164,7 +164,7 @@ def _compared(model: ModelConfig) -> list[str]:
 
 @contextmanager
 def _disk_errors(target: Path) -> Iterator[None]:
-    """Turn errors of writing `target`, which must not be there yet, into UserError."""
+    """Turn errors of writing `target`, which must not exist yet, into UserError."""
     try:
         if target.exists():
             raise UserError(f"--out '{target}' exists already; remove it or choose another")
@@ -179,13 +179,13 @@ def _disk_errors(target: Path) -> Iterator[None]:
 
 
 def _dtype_of_key(key: str, reader: CheckpointReader, architecture: Architecture) -> torch.dtype:
-    """The one dtype of all parts of a distributed tensor."""
+    """The dtype of a distributed tensor, which all of its parts must share."""
     names = [name for place in places(key, architecture) for name in hf_names(key, place, architecture)]
-    found = {reader.dtypes[name]: name for name in reversed(names)}
-    if len(found) > 1:
-        listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
-        raise UserError(f"the tensors behind {key} have different types ({listed}); convert them to one first")
-    return next(iter(found))
+    dtypes = {reader.dtypes[name]: name for name in reversed(names)}
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise UserError(f"the tensors that make up {key} have different types ({listed}); convert them to one first")
+    return next(iter(dtypes))
 
 
 def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str) -> str:

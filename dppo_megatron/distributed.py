@@ -3,10 +3,10 @@
 Decisions (selection, pruning, packing, history) are made on rank 0 alone, so that ranks cannot disagree. An exception
 on rank 0 is raised on every rank instead of leaving the others waiting. Without a process group these are plain calls.
 
-Only scalars and plans go this way, and completions of groups that came from several nodes; tokens go through
-`exchange.py`. Objects travel over gloo on GPUs too (the process group is `cpu:gloo,cuda:nccl`): a rank that waits for a
-rollout waits on a socket. Inside an NCCL broadcast it would spin in a kernel, on the GPU that a colocated engine
-generates on.
+Only scalars, plans, and completions of groups from several nodes are sent this way; tokens go through `exchange.py`.
+Objects are sent over gloo on GPUs too (the process group is `cpu:gloo,cuda:nccl`), so that a rank that waits for a
+rollout waits on a socket. In an NCCL broadcast it would spin in a kernel, on the GPU on which a colocated engine
+generates.
 """
 
 from __future__ import annotations
@@ -33,68 +33,67 @@ R = TypeVar("R")
 E = TypeVar("E", bound=Exception)
 
 _ROUND_TRIPS = 8
-"""To compare two clocks; the shortest counts."""
+"""Measurements to compare two clocks; the one with the shortest round trip is used."""
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Names the interface that gloo listens on; without it that is the one of the host's own name, which on a cluster is
-one that other machines reach."""
+"""The variable that names gloo's network interface. By default gloo uses the interface of the host's name, which other
+machines of a cluster can reach."""
 
 
 def loopback_interface() -> dict[str, str]:
-    """The variable that keeps gloo on loopback; empty where the user has chosen an interface."""
+    """The environment variable that restricts gloo to loopback; empty if the user has chosen an interface."""
     names = {name for _, name in socket.if_nameindex()}
-    found = next((name for name in ("lo", "lo0") if name in names), "")
-    return {GLOO_INTERFACE: found} if found and GLOO_INTERFACE not in os.environ else {}
+    loopback = next((name for name in ("lo", "lo0") if name in names), "")
+    return {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in os.environ else {}
 
 
 @contextmanager
 def on_loopback_if_one_machine() -> Iterator[None]:
-    """Groups that are made inside listen on loopback alone if the whole job is on this machine.
+    """Process groups that are made in the block listen only on loopback if the whole job is on this machine.
 
-    Their gloo connects two ranks when they first talk. By itself every group has all of its connections, also those
-    that use NCCL alone: some 3,600 sockets a rank at 1,024 ranks, of which the job's own group needs 1,023.
+    Their gloo connects two ranks only when they first communicate. By default every group, even one that uses only
+    NCCL, connects all its ranks: some 3,600 sockets per rank at 1,024 ranks, where the job's own group needs 1,023.
     """
-    chosen = loopback_interface() if is_on_one_machine() else {}
+    added = loopback_interface() if is_on_one_machine() else {}
     if "TORCH_GLOO_LAZY_INIT" not in os.environ:
-        chosen["TORCH_GLOO_LAZY_INIT"] = "1"
-    os.environ.update(chosen)
+        added["TORCH_GLOO_LAZY_INIT"] = "1"
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in chosen:
+        for name in added:
             del os.environ[name]
 
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""Names the interfaces on which NCCL's ranks find each other: prefixes after an optional `^` (none of them) and `=`
-(whole names)."""
+"""The variable that names NCCL's network interfaces: prefixes; after `=` exact names; after `^` those not to use."""
 
 
 def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -> None:
-    """Raise UserError if this machine (`names`: its interfaces) lacks one that gloo has to use (all that are named), or
-    has none that NCCL may use: NCCL 2.27 then connects to an address that it has not initialised, and logs that."""
+    """Raise UserError if this machine lacks one of the interfaces that gloo must use, or has none that NCCL may use:
+    NCCL 2.27 would then connect to an uninitialised address and only log that. `names`: the machine's interfaces."""
     names = [name for _, name in socket.if_nameindex()] if names is None else names
     gloo, nccl = os.environ.get(GLOO_INTERFACE, ""), os.environ.get(NCCL_INTERFACE, "") if uses_nccl else ""
     rest = nccl.removeprefix("^")
-    wanted = [part.partition(":")[0] for part in rest.removeprefix("=").split(",")]
+    patterns = [part.partition(":")[0] for part in rest.removeprefix("=").split(",")]
 
     def is_named(name: str) -> bool:
-        return any(name == part if rest.startswith("=") else name.startswith(part) for part in wanted)
+        return any(name == part if rest.startswith("=") else name.startswith(part) for part in patterns)
 
-    lacks_nccls = bool(nccl) and not any(is_named(name) != nccl.startswith("^") for name in names)
-    lacks_gloos = not set(filter(None, gloo.split(","))) <= set(names)
-    if lacks_gloos or lacks_nccls:
-        said = f"{GLOO_INTERFACE}={gloo}" if lacks_gloos else f"{NCCL_INTERFACE}={nccl}"
+    lacks_nccl = bool(nccl) and not any(is_named(name) != nccl.startswith("^") for name in names)
+    lacks_gloo = not set(filter(None, gloo.split(","))) <= set(names)
+    if lacks_gloo or lacks_nccl:
+        setting = f"{GLOO_INTERFACE}={gloo}" if lacks_gloo else f"{NCCL_INTERFACE}={nccl}"
         raise UserError(
-            f"{said} fits no network interface of {socket.gethostname()}, which has {', '.join(names)}: unset it, or"
+            f"{setting} fits no network interface of {socket.gethostname()}, which has {', '.join(names)}: unset it, or"
             " name one by which the machines of the job reach each other"
         )
 
 
 @contextmanager
 def reported_by_each_rank() -> Iterator[None]:
-    """What stops a rank inside is printed there: the command line speaks for the first rank of a machine."""
+    """Print a UserError or RunAborted of the block on its own rank: the command line prints one per machine."""
     try:
         yield
     except (UserError, RunAborted) as error:
@@ -106,21 +105,21 @@ def reported_by_each_rank() -> Iterator[None]:
 
 
 def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s: float) -> None:
-    """Have the communicators of `groups` made, one after the other. Collective over each; groups of one are skipped.
+    """Create the communicators of `groups`, one after the other. Collective over each; groups of one are skipped.
 
-    NCCL makes a group's communicator in its first call, which all members have to make, and waits for ever for one that
-    does not: the first message of a weight sync goes between some ranks only. (gloo connects a group when it is made.)
-    Every rank names its groups in the same order, and those at the same place share no ranks, so no two ranks wait for
-    each other. Another thread connects: while a peer does not answer, NCCL blocks without a limit.
+    NCCL creates a group's communicator in the group's first call. All members must make it, or it waits for ever, and
+    the first message of a weight sync is only between some ranks. (gloo connects a group when it is made.) Every rank
+    passes its groups in the same order, and groups at the same index share no ranks, so ranks cannot wait in a cycle.
+    Another thread connects, because NCCL blocks without a limit while a peer does not answer.
 
-    `device_id` of `init_process_group` would connect too, but in that mode single messages go through the group's
-    communicator, one after the other in the order of calls, and Megatron's pipeline counts on two at the same time; and
-    it sends nothing, so a port that is dead to data would be found later. Two ranks that send outside a batch still
-    make another communicator in their first message, where both ends are.
+    `device_id` of `init_process_group` would connect too, but then point-to-point messages use the group's
+    communicator, one after the other in the order of calls, and Megatron's pipeline needs two at the same time. It also
+    sends no data, so a port that drops data would be noticed later. Two ranks that send outside a batch still create
+    another communicator with their first message, for which both are present.
 
     Raises:
         UserError: two ranks use one GPU.
-        RunAborted: a group cannot be connected, or not in that time.
+        RunAborted: a group cannot be connected within `timeout_s`.
     """
     current = list(groups[:1])
     errors: list[str] = []
@@ -135,7 +134,7 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
                     flag = torch.ones(1, device=device)
                     dist.all_reduce(flag, group=group)
                     flag.item()  # waits for the kernel
-        except Exception as error:  # whatever it is: a thread that ends without a word would count as connected
+        except Exception as error:  # any: without an entry in `errors` the end of the thread means success
             errors.append((str(error).strip().rpartition("Last error:\n")[2] or repr(error)).splitlines()[0])
 
     thread = threading.Thread(target=connect_all, name="connecting", daemon=True)
@@ -143,12 +142,12 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
     thread.join(timeout_s)
     if not thread.is_alive() and not errors:
         return
-    said = errors[0] if errors else f"not within guard.rendezvous_timeout_s = {timeout_s:g} s"
+    reason = errors[0] if errors else f"not within guard.rendezvous_timeout_s = {timeout_s:g} s"
     ranks = ", ".join(map(str, dist.get_process_group_ranks(current[0])))
-    what = f"could not connect {current[0].group_desc} (ranks {ranks}): {said}"
+    what = f"could not connect {current[0].group_desc} (ranks {ranks}): {reason}"
     if thread.is_alive():  # it cannot be ended, and NCCL may wait for it while the interpreter shuts down
-        atexit.register(_leave)
-    if "Duplicate GPU" in said:
+        atexit.register(_exit_now)
+    if "Duplicate GPU" in reason:
         raise UserError(f"{what}. Start as many processes on a machine as it has GPUs, and let each see all of them")
     raise RunAborted(
         f"{what}. Do the machines of these ranks reach each other by the interface that NCCL uses"
@@ -156,8 +155,8 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
     )
 
 
-def _leave() -> None:
-    """End the process at once, as for a guard's stop."""
+def _exit_now() -> None:
+    """End the process without waiting for threads, with the exit code of a RunAborted."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(3)
@@ -181,13 +180,13 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
 
 
 def on_every_rank(error: E) -> E:
-    """An exception that rank 0 raises too: the command line prints it there alone. No note, which tracebacks show."""
+    """Mark an exception that all ranks raise: the command line prints it on rank 0 only. (Tracebacks show a note.)"""
     error.is_reported = True  # type: ignore[attr-defined]
     return error
 
 
 class OnRankZero(Generic[T]):
-    """What rank 0 alone has. The other ranks make one that is empty, and ask.
+    """A value that only rank 0 has. The other ranks have an empty one, through which they can ask.
 
     Example:
         fleet = OnRankZero(Fleet(...)) if rank() == 0 else OnRankZero[Fleet]()
@@ -203,7 +202,7 @@ class OnRankZero(Generic[T]):
         return self._value is not None
 
     def ask(self, question: Callable[[T], R]) -> R:
-        """The answer of rank 0 on every rank. Collective, as `from_rank_zero`."""
+        """Rank 0's answer, on every rank. Collective, as `from_rank_zero`."""
         return from_rank_zero(lambda: question(cast(T, self._value)))
 
     def here(self, act: Callable[[T], R]) -> R | None:
@@ -212,7 +211,7 @@ class OnRankZero(Generic[T]):
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This rank's part of `items`: every world_size-th, so that a sorted list is shared evenly."""
+    """This rank's part of `items`: every world_size-th, so that the parts of a sorted list are alike."""
     return list(items[dist.get_rank() :: dist.get_world_size()]) if world_size() > 1 else list(items)
 
 
@@ -226,8 +225,8 @@ def gather_all(mine: Sequence[T]) -> list[T]:
 
 
 def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
-    """The lists of the ranks that have anything, one after another, so that no rank holds all of them at the same time.
-    Collective: every rank walks it to its end."""
+    """The non-empty lists of all ranks, one after another, so that no rank holds all of them at once. Collective: every
+    rank must iterate to the end."""
     if world_size() == 1:
         yield list(mine)
         return
@@ -239,7 +238,7 @@ def from_each(mine: Sequence[T]) -> Iterator[list[T]]:
 
 
 def to_rank_zero(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, on rank 0 of `group` (None: of all); empty elsewhere. Collective over it."""
+    """All values of `group` (None: all ranks) in rank order, on its rank 0; empty elsewhere. Collective over it."""
     if world_size() == 1:
         return [mine]
     parent, children = _tree(group)
@@ -271,10 +270,10 @@ def world_size() -> int:
 
 
 def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
-    """What to add to this rank's `clock` to get rank 0's, and the bound of its error, in seconds. Collective.
+    """What to add to this rank's `clock` to get rank 0's, and the largest error of that, in seconds. Collective.
 
-    A rank asks its parent in the tree, which knows its own by then; errors add up on the way. Of a few round trips the
-    shortest counts: the parent read its clock somewhere in it.
+    Each rank asks its parent in the tree, which already knows its own offset; errors add up along the tree. The
+    shortest of several round trips is used; the parent read its clock at some time during it.
 
     Example: asked at 5.0, answered 105.1, back at 5.2 -> offset 100.0, error 0.1.
     """
@@ -282,11 +281,11 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
     parent, children = _tree()
     best = (0.0, float("inf") if rank() > 0 else 0.0)
     for _ in range(_ROUND_TRIPS if rank() > 0 else 0):
-        asked = clock()
+        sent = clock()
         dist.send(question, dst=parent)
         dist.recv(answer, src=parent)
-        half, (theirs, within) = (clock() - asked) / 2, answer.tolist()
-        best = min(best, (theirs - asked - half, within + half), key=lambda found: found[1])
+        half, (parents, parents_error) = (clock() - sent) / 2, answer.tolist()
+        best = min(best, (parents - sent - half, parents_error + half), key=lambda estimate: estimate[1])
     for child in children:
         for _ in range(_ROUND_TRIPS):
             dist.recv(question, src=child)
@@ -296,8 +295,8 @@ def clock_offset(clock: Callable[[], float]) -> tuple[float, float]:
 
 
 def _tree(group: dist.ProcessGroup | None = None) -> tuple[int, list[int]]:
-    """This rank's parent and children in `group` on the way to rank 0, log2 of all ranks at most: in gloo's own gather
-    rank 0 connects to every rank. A child at r + 2^k stands for ranks r + 2^k to r + 2^(k + 1) - 1."""
+    """This rank's parent and children in a binomial tree over `group` below rank 0, which then connects to log2 of all
+    ranks (to all in gloo's own gather). Child r + 2^k of rank r reports for r + 2^k to r + 2^(k + 1) - 1."""
     me, world = dist.get_rank(group), dist.get_world_size(group)
     steps = [1 << bit for bit in range(world.bit_length())]
     return me & (me - 1), [me + step for step in steps if me + step < world and (me == 0 or step < me & -me)]

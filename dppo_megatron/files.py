@@ -1,8 +1,8 @@
-"""Files in directories where others may write: a run's on a shared file system, one under /tmp.
+"""Reads and writes files in directories where other users may write: a run on a shared file system, or under /tmp.
 
-There anybody can put a link in the place of a file, also of one that is about to be written. A new file replaces what
-has its name and never opens it; any other is opened without following a link, and written to only if it has no second
-name; a directory that is written to is no link. Who may exchange whole directories has the files in them anyway.
+There, anybody can put a link in place of a file, even of one that is about to be written. So a new file replaces an
+existing one without opening it, an existing file is opened without following links and written only if it has no second
+name, and a directory to write to must not be a link. Whoever can swap whole directories has the files in them anyway.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _LINK = "it is a symbolic link, which is not followed here"
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
-    """A descriptor of the file `path`, as of `os.open`.
+    """A descriptor of the file `path`, as from `os.open`.
 
     Raises:
-        OSError: it cannot be opened, is a link or no file; or is to be written and has a second name (a hard link), or
-            belongs to another user than we are and than the directory's owner.
+        OSError: it cannot be opened, is a link, or is not a regular file; or it is opened to be written, but has a
+            second name (a hard link), or belongs neither to this user nor to the directory's owner.
     """
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode)  # a pipe would block
     except OSError as error:
         raise OSError(errno.ELOOP, _LINK, str(path)) if error.errno == errno.ELOOP else error from None
-    except ValueError:  # a NUL, half of a character
+    except ValueError:  # a NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
     reason = _not_ours(os.fstat(descriptor), path.parent, written=bool(flags & (os.O_WRONLY | os.O_RDWR)))
     if not reason:
@@ -44,7 +44,7 @@ def _not_ours(status: os.stat_result, directory: Path, *, written: bool) -> str:
         return "it is not a file"
     if written and status.st_nlink > 1:
         return "it has a second name, a hard link, and would change there too"
-    # Root is not asked: a file server that squashes root gives root's own files to another user.
+    # Not checked for root: on a file server that squashes root, root's own files belong to another user.
     if written and os.geteuid() and status.st_uid not in (os.geteuid(), os.stat(directory).st_uid):
         return "it belongs to another user than this process and than its directory"
     return ""
@@ -62,12 +62,12 @@ def append_to(path: Path) -> IO[bytes]:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[IO[bytes]]:
-    """A new file that gets the name `path` when the block has ended well; `durable`: once it is on the disk.
+    """A new file that is renamed to `path` when the block ends without an error. `durable`: fsync it first.
 
     Raises OSError if it cannot be written.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-    aside.unlink(missing_ok=True)  # of a process that was killed
+    aside.unlink(missing_ok=True)  # left by a process that was killed
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             yield file
@@ -82,31 +82,31 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file anew, in one piece, as UTF-8. Raises OSError."""
+    """Replace a file by `text` in UTF-8, in one step: readers see the old or the new content. Raises OSError."""
     with replacing(path, durable=durable) as file:
         file.write(text.encode())
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory to write to, with its parents, unless it is there. Raises OSError for a link in its place."""
+    """Make a directory to write to, with its parents, unless it exists. Raises OSError if it is a link."""
     path.mkdir(parents=True, exist_ok=True)
     if path.is_symlink():
         raise OSError(errno.ENOTDIR, _LINK, str(path))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory, of a link only the link; what cannot be removed stays."""
+    """Remove a directory, or a link but not its target. What cannot be removed stays."""
     with suppress(OSError):
-        path.unlink()  # no directory can be unlinked
+        path.unlink()  # fails for a directory
     shutil.rmtree(path, ignore_errors=True)
 
 
 def move_into(folder: Path, path: Path, names: Iterable[str]) -> Path:
-    """Move `path`, of a link the link, to the first name in `folder` that is free; returns it. Raises OSError."""
+    """Move `path`, not a link's target, to the first free one of `names` in `folder`; returns it. Raises OSError."""
     make_directory(folder)
     target = next(folder / name for name in names if not os.path.lexists(folder / name))
     if not path.is_symlink():
         return path.rename(target)
-    target.symlink_to(os.path.realpath(path))  # a relative link would lead nowhere from there
+    target.symlink_to(os.path.realpath(path))  # a relative link would be wrong in another directory
     path.unlink()
     return target

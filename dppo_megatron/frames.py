@@ -1,7 +1,7 @@
-"""The one format of messages over pipes and sockets between processes of a run: length, then payload.
+"""The format of messages over pipes and sockets between processes of a run: length, then payload.
 
-The length is four bytes, big-endian, and a reader refuses more than `MAX_BYTES` before it allocates anything. What does
-not belong in a pipe is found by that: any four bytes of ASCII text read as more than 512 MiB.
+The length is four bytes, big-endian. A reader refuses more than `MAX_BYTES` before it allocates anything. This also
+detects text that was printed into a pipe by mistake: any four bytes of ASCII text are a length above 512 MiB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def framed(payload: bytes) -> bytes:
-    """As it is sent. Raises ValueError above `MAX_BYTES`."""
+    """`payload` with its length, as it is sent. Raises ValueError above `MAX_BYTES`."""
     if len(payload) > MAX_BYTES:
         raise ValueError(f"a message of {len(payload):,} bytes, above the {MAX_BYTES:,} allowed")
     return _LENGTH.pack(len(payload)) + payload
@@ -27,7 +27,7 @@ def read_frame(read: Callable[[int], bytes]) -> bytes | None:
         read: returns as many bytes as asked for, fewer only at the end of the stream.
 
     Raises:
-        ConnectionError: no frame follows.
+        ConnectionError: the bytes are not a frame.
     """
     head = read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -38,7 +38,7 @@ def read_frame(read: Callable[[int], bytes]) -> bytes | None:
 
 
 class FrameBuffer:
-    """Payloads out of a stream that arrives in pieces.
+    """Splits a stream that arrives in pieces into payloads.
 
     Example:
         buffer.feed(b"\\0\\0\\0\\2h")     # -> []
@@ -46,24 +46,24 @@ class FrameBuffer:
     """
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._pending = bytearray()
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The payloads that are complete now. Raises ConnectionError as `read_frame`."""
-        self._held += piece
-        found, at = [], 0
-        while len(self._held) - at >= _LENGTH.size:
-            end = at + _LENGTH.size + _size(self._held, at)
-            if end > len(self._held):
+        """The payloads that `piece` completes. Raises ConnectionError as `read_frame`."""
+        self._pending += piece
+        payloads, start = [], 0
+        while len(self._pending) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + _size(self._pending, start)
+            if end > len(self._pending):
                 break
-            found.append(bytes(self._held[at + _LENGTH.size : end]))
-            at = end
-        del self._held[:at]
-        return found
+            payloads.append(bytes(self._pending[start + _LENGTH.size : end]))
+            start = end
+        del self._pending[:start]
+        return payloads
 
 
-def _size(data: bytes | bytearray, at: int) -> int:
-    (size,) = _LENGTH.unpack_from(data, at)
+def _size(data: bytes | bytearray, start: int) -> int:
+    (size,) = _LENGTH.unpack_from(data, start)
     if size > MAX_BYTES:
         raise ConnectionError(f"a message of {size:,} bytes")
     return int(size)

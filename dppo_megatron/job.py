@@ -1,6 +1,6 @@
 """Loads and checks everything a run needs before a process group or a model is made.
 
-A mistake then costs seconds and not a queue slot: data, tokenizer, checkpoint headers, graders, losses and policies.
+So a mistake in data, tokenizer, checkpoint headers, graders, losses or policies costs seconds and not a queue slot.
 """
 
 from __future__ import annotations
@@ -57,43 +57,43 @@ from dppo_megatron.weights.tokenizer import load_tokenizer, rowless
 from dppo_megatron.weights.torch_dist import open_checkpoint
 
 
-@dataclass(frozen=True)  # no slots: train_prompts is kept
+@dataclass(frozen=True)  # no slots, for cached_property
 class Job:
-    """A checked configuration, and what it refers to, loaded."""
+    """A checked configuration, with everything that it refers to loaded."""
 
     config: Config
     architecture: Architecture
     checkpoint: WeightReader
     tokenizer: PreTrainedTokenizerBase
     train_sets: dict[str, ProblemSet]
-    """Their prompts are numbered consecutively, in this order."""
+    """By name; their prompts are numbered consecutively, in this order."""
     eval_sets: dict[str, ProblemSet]
     stop_token_ids: tuple[int, ...]
     """Tokens that end a completion besides the tokenizer's end of sequence."""
     sft_examples: list[TrainSample]
-    """Empty after SFT, and where a run resumes: no checkpoint is of an earlier time."""
+    """Empty after SFT, and in a run that resumes: no checkpoint is written before SFT has ended."""
     grade: Graders
     policy_loss: PolicyLoss | None = None
-    """The user's own, of `objective.function`."""
+    """The user's own loss, `objective.function`."""
     token_values: OwnTokens | None = None
     reference: WeightReader | None = None
-    """Weights of the KL term's reference; None: the policy's own at the start."""
+    """Weights of the KL term's reference policy; None: the policy's own at the start of RL."""
     notes: list[str] = field(default_factory=list)
 
     @cached_property
     def train_prompts(self) -> Sequence[Prompt]:
-        """Prompts of all training sets, each at its index."""
+        """Prompts of all training sets; each one's position is its `index`."""
 
         def graded(one: ProblemSet) -> Sequence[Prompt]:
             if (key := self.grade.key_of(one.key)) == "reward":
                 return one.prompts
-            return LazyPrompts(len(one.prompts), lambda place: replace(one.prompts[place], graded_by=key))
+            return LazyPrompts(len(one.prompts), lambda index: replace(one.prompts[index], graded_by=key))
 
         return LazyPrompts.joined([graded(one) for one in self.train_sets.values()])
 
     @cached_property
     def prompt_features(self) -> PromptFeatures:
-        """Of the training prompts."""
+        """The features of all training prompts."""
         return features_of([one.columns for one in self.train_sets.values()])
 
     @property
@@ -112,25 +112,27 @@ class Job:
         return report_lines(self.train_sets, self.eval_sets, self.stop_token_ids, self.tokenizer)
 
     def check_references(self) -> list[str]:
-        """Grade the references of every set as if they were answers; lines for the log. On one rank, with all of the
-        job's limits: of 64 that each ask a judge about 2,000 references, 63 ask for nothing. Raises UserError as
-        `rewards.start_checks.check_references`."""
+        """Grade the references of every set as if they were answers; returns lines for the log.
+
+        Call it on one rank, which uses all of the job's limits: on 64 ranks, a judge would be asked 64 times about the
+        same 2,000 references. Raises UserError as `rewards.start_checks.check_references`.
+        """
         graders = self.grade.alone()
         named = [*self.train_sets.items(), *((f"eval/{name}", one) for name, one in self.eval_sets.items())]
-        said = []
+        lines = []
         try:
             for name, loaded in named:
                 key = graders.key_of(loaded.key)
-                said.append(check_references(graders[key], graders.rewards[key], name, loaded.prompts, key))
+                lines.append(check_references(graders[key], graders.rewards[key], name, loaded.prompts, key))
         except BaseException:
             graders.close()
             raise
         _close_idle(graders, self.config, self.train_sets if graders is self.grade else {})
-        return [line for line in said if line]
+        return [line for line in lines if line]
 
     def check_first_layers(self) -> list[str]:
-        """A line about layers that a provider describes. On one rank. Raises UserError as
-        `weights.provider.check_first_layers`."""
+        """Compare a provider's first layers with transformers', on one rank; returns lines for the log. Raises
+        UserError as `weights.provider.check_first_layers`."""
         model = self.config.model
         try:
             return [check_first_layers(model, self.config.rollout.engine == "hf")] if model.provider else []
@@ -141,13 +143,13 @@ class Job:
 
 def features_of(sets: Sequence[PromptFeatures]) -> PromptFeatures:
     """The features of all prompts of several sets, one set after the other."""
-    places: dict[str, int] = {}
-    codes = [np.array([places.setdefault(name, len(places)) for name in one.sources])[one.source] for one in sets]
+    codes: dict[str, int] = {}
+    source = [np.array([codes.setdefault(name, len(codes)) for name in one.sources])[one.source] for one in sets]
     return PromptFeatures(
         np.concatenate([one.prompt_tokens for one in sets]),
         np.concatenate([one.level for one in sets]),
-        np.concatenate(codes),
-        tuple(places),
+        np.concatenate(source),
+        tuple(codes),
     )
 
 
@@ -155,11 +157,11 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     """Load the data and read the checkpoint's headers.
 
     Args:
-        trains: False for an evaluation alone: no training data, and the actor's settings are not checked.
+        trains: False for a standalone evaluation: no training data, and the actor's settings are not checked.
         machine: what the job will run on; None: this machine.
 
     Raises:
-        UserError: anything that would fail later, but for references that the graders do not read.
+        UserError: anything that would fail later, except references that graders cannot read (`Job.check_references`).
     """
     if machine is None:
         check_gpus()
@@ -169,7 +171,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
     if trains:
         check_installed(config.reward)
-        assets(config.model.hf_path)  # refuses what no checkpoint may have a copy of
+        assets(config.model.hf_path)  # raises for files that must not be copied into a checkpoint
     _check_positions(config, architecture)
     with progress(f"opening {config.model.hf_path}"):
         checkpoint = open_checkpoint(config.model.hf_path, architecture)
@@ -180,10 +182,9 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     examples: list[TrainSample] = []
     if trains and config.sft.steps:
         usable = usable_capacity(packing_layout(config.actor, world_size), config.packing.max_tokens_per_microbatch)
-        fits = min(usable, architecture.max_positions)
-        is_over = _resumes(config)
-        examples, said = load_examples(config, tokenizer, eval_sets, max_tokens=fits, is_over=is_over)
-        lines += said
+        longest_example, is_over = min(usable, architecture.max_positions), _resumes(config)
+        examples, notes = load_examples(config, tokenizer, eval_sets, max_tokens=longest_example, is_over=is_over)
+        lines += notes
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     if train_sets:
         rollout, features = config.rollout, features_of([one.columns for one in train_sets.values()])
@@ -227,22 +228,22 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
 
 
 def _resumes(config: Config) -> bool:
-    """Whether the run goes on from a checkpoint, or ends because none is good. Half-written ones have other names."""
+    """Whether the run resumes from a checkpoint, or ends because none is good. Incomplete ones have other names."""
     own = Path(config.run_dir, "checkpoints").glob("step_*") if config.run_dir else ()
     has_own = any(re.fullmatch(r"step_\d{6,20}", path.name) for path in own)
     return config.checkpoint.resume != "never" and (has_own or config.checkpoint.resume != "auto")
 
 
 def _check_rows(sets: Sequence[ProblemSet], examples: Sequence[TrainSample], beyond: Mapping[int, str]) -> None:
-    """Raise `UserError` for a prompt, or an example of SFT, with a token of `beyond`: it has no row in the embedding.
-    Prompts that a set's cache keeps may be of another model with the same tokenizer."""
+    """Raise `UserError` for a prompt or SFT example with a token of `beyond`, which have no row in the embedding.
+    Cached prompts are checked too, as they may be of another model with the same tokenizer."""
     if not beyond:
         return
     prompts = ((prompt.origin, prompt.token_ids) for one in sets for prompt in one.prompts)
     for origin, token_ids in chain(prompts, ((one.id, one.token_ids.tolist()) for one in examples)):
-        if found := beyond.keys() & set(token_ids):
+        if missing := beyond.keys() & set(token_ids):
             raise UserError(
-                f"{origin}: holds {plain(beyond[min(found)])}, a token of the model's tokenizer without a row in its"
+                f"{origin}: holds {plain(beyond[min(missing)])}, a token of the model's tokenizer without a row in its"
                 " embedding; take it out of the text"
             )
 
@@ -256,13 +257,13 @@ def with_checkpoint(job: Job, directory: Path) -> Job:
 def _open_reference(
     config: Config, architecture: Architecture, tokenizer: PreTrainedTokenizerBase
 ) -> WeightReader | None:
-    """The weights of objective.kl.reference_path, if it is set. Raises UserError unless the model there can score what
-    the policy writes: it runs with the policy's config.json, on the policy's tokens."""
+    """The weights of objective.kl.reference_path, if it is set. Raises UserError unless that model can score what the
+    policy writes: it runs with the policy's config.json and on the policy's tokens."""
     path, key = config.objective.kl.reference_path, "objective.kl.reference_path ="
     if not path:
         return None
     other = model_architecture(replace(config.model, hf_path=path), key)
-    # nothing is computed from these two, in which base and instruction models differ, and a run's hf/ from its original
+    # These affect no computation; they differ between base and instruct models, and between a run's hf/ and its origin.
     may_differ = "max_positions", "prediction_layers"
     differ = [
         f"{item.name} is {getattr(other, item.name)}, not {getattr(architecture, item.name)}"
@@ -273,18 +274,18 @@ def _open_reference(
         differ = ["its tokenizer has other tokens"]
     if differ:
         raise UserError(f"{key} '{path}': is another kind of model than '{config.model.hf_path}': {'; '.join(differ)}")
-    return open_checkpoint(path, other, key)  # which has its own layers that predict several tokens
+    return open_checkpoint(path, other, key)  # `other`, as its prediction_layers may differ
 
 
 def check_settings(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> list[str]:
-    """What can be refused knowing config.json alone, data and tokenizer not; a plan checks it too.
+    """Checks that need config.json, but no data and no tokenizer; `plan` runs them too.
 
     Returns:
-        A line for each level of pruning that sets what its method does not read and for each setting that another one
-        leaves without effect, and warnings about stale rollouts, a mixture and FP8 scales.
+        Lines for the log: pruning settings that the methods do not read, other settings without effect, and warnings
+        about stale rollouts, routing in a mixture of experts and FP8 scales.
 
     Raises:
-        UserError: pruning, layout, layers or lengths that cannot be.
+        UserError: impossible pruning, layout, layers or lengths.
     """
     size, selection = config.rollout.completions_per_prompt, selection_settings(config)
     minibatch = selection.planned_prompts // config.objective.updates_per_step * size
@@ -300,10 +301,10 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
 
 
 def _effect_notes(config: Config) -> list[str]:
-    """Of settings that another one leaves without effect, where a file, a comparison or a run that resumes may rightly
-    keep them."""
+    """Lines about settings without effect because of another one. Not errors: a file, a comparison or a resumed run may
+    have good reason to keep them."""
     actor, rollout, correction = config.actor, config.rollout, config.objective.correction
-    idle: dict[str, tuple[Sequence[str], bool]] = {
+    unused: dict[str, tuple[Sequence[str], bool]] = {
         "actor.optimizer.lr_schedule = constant": (
             ["actor.optimizer.min_learning_rate"],
             actor.optimizer.lr_schedule == "constant",
@@ -325,18 +326,18 @@ def _effect_notes(config: Config) -> list[str]:
     values, defaults = flat(config_values(config)), flat(config_values(Config()))
     return [
         f"{key} = {values[key]} has no effect while {why}"
-        for why, (keys, is_so) in idle.items()
+        for why, (keys, is_so) in unused.items()
         for key in keys
         if is_so and values[key] != defaults[key]
     ]
 
 
 def _template_notes(data: DataConfig) -> list[str]:
-    """Of a template's settings that `data` has too: mostly a file's, under a template that the command line names."""
+    """Lines about a template's settings that `data` overrides, as a file may if the command line sets the template."""
     named = TEMPLATES.get(data.template)
     own = [item.name for item in fields(Template) if named and getattr(data, item.name) is not None]
     return [
-        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null leaves that to it"
+        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null turns that off"
         for name in own
         if getattr(data, name) != getattr(named, name)
     ]
@@ -348,12 +349,12 @@ def _age_note(config: Config) -> list[str]:
         return []
     return [
         f"warning: rollout.async_steps = {steps} with objective.correction.level = none: completions up to {steps}"
-        f" step{'s' * (steps > 1)} old are trained on as if they were new (docs/engines.md); `sequence` weighs them"
+        f" step{'s' * (steps > 1)} old are trained on as if they were new (docs/engines.md); `sequence` corrects that"
     ]
 
 
 def check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
-    """Raise `UserError` for a layout or layers that the model, the ranks or the machine cannot have."""
+    """Raise `UserError` for a layout or layers that are impossible with the model, the world size or the machine."""
     check_world_size(config, world_size)
     packs = packing_layout(config.actor, world_size)
     check_longest_trained(longest_trained(config), packs, config.packing.max_tokens_per_microbatch)
@@ -379,28 +380,28 @@ def check_actor(config: Config, architecture: Architecture, world_size: int, mac
 
 
 def _check_replay(config: Config, architecture: Architecture) -> None:
-    wanted = f"actor.routing_replay = {config.actor.routing_replay}"
+    setting = f"actor.routing_replay = {config.actor.routing_replay}"
     if config.actor.routing_replay == "off":
         return
     if architecture.experts is None:
-        raise UserError(f"{wanted}: {architecture.name} has no experts; leave it off")
+        raise UserError(f"{setting}: {architecture.name} has no experts; leave it off")
     if config.actor.megatron.get("moe_router_fusion"):
         raise UserError(
-            f"{wanted}: the fused router of actor.megatron.moe_router_fusion takes no experts; leave it out"
+            f"{setting}: the fused router of actor.megatron.moe_router_fusion cannot replay experts; leave it out"
         )
 
 
 def _replay_note(config: Config, architecture: Architecture) -> list[str]:
-    """About a mixture whose routers decide again what the engine's have decided, or replay what was not tried."""
+    """A line about a mixture of experts whose routers choose anew, or replay what a server records (untested)."""
     if architecture.experts is None:
         return []
     if config.actor.routing_replay != "off":
-        recorded = config.actor.routing_replay == "engine" and config.rollout.engine != "hf"
-        said = f"not tried here, watch mismatch/kl: experts that {config.rollout.engine} records (docs/actor.md)"
-        return [said] if recorded else []
+        by_server = config.actor.routing_replay == "engine" and config.rollout.engine != "hf"
+        note = f"not tried here, watch mismatch/kl: experts that {config.rollout.engine} records (docs/actor.md)"
+        return [note] if by_server else []
     return [
-        "warning: actor.routing_replay = off: engine and actor may send a token to different experts, and runs of large"
-        " mixtures have collapsed by it; `engine` replays the engine's choice (docs/actor.md)"
+        "warning: actor.routing_replay = off: engine and actor may send a token to different experts, which has made"
+        " runs of large mixtures collapse; `engine` replays the engine's choice (docs/actor.md)"
     ]
 
 
@@ -409,14 +410,14 @@ def _scales_note(config: Config) -> list[str]:
         return []
     return [
         "warning: actor.fp8 = delayed: scales start at 1, so a run's first update loses its smallest gradients;"
-        " tensorwise takes them from the tensors themselves (docs/actor.md)"
+        " tensorwise computes them from the tensors themselves (docs/actor.md)"
     ]
 
 
 def _start_graders(
     config: Config, train_sets: Mapping[str, ProblemSet], eval_sets: Mapping[str, ProblemSet], world_size: int
 ) -> Graders:
-    """Start the graders and try each on made-up answers; those that `_close_idle` names are ended again."""
+    """Start the graders and try each on made-up answers; then end those that this rank does not need."""
     graders = Graders(set_rewards(config), shared_by=world_size)
     bounds = _reward_bounds(config) if train_sets else None
     sets = [(loaded, bounds) for loaded in train_sets.values()] + [(loaded, None) for loaded in eval_sets.values()]
@@ -436,24 +437,24 @@ def _start_graders(
 
 
 def _close_idle(graders: Graders, config: Config, train_sets: Mapping[str, ProblemSet]) -> None:
-    """End those that grade no completions of training on this rank: with servers the rollout clients do."""
-    here = train_sets.values() if config.rollout.engine == "hf" else ()
-    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in here})
+    """End the graders that grade no training completions on this rank. With servers the rollout clients grade them."""
+    graded_here = train_sets.values() if config.rollout.engine == "hf" else ()
+    graders.close(graders.rewards.keys() - {graders.key_of(loaded.key) for loaded in graded_here})
 
 
 def _reward_bounds(config: Config) -> RewardBounds:
     prompt = config.pruning.prompt
     if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
-        return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts it as a success; score=rms takes any reward")
+        return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts successes; score=rms takes any reward")
     if why := selection_settings(config).baseline_of_passes:
         return RewardBounds(0.0, 1.0, why)
-    return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "it is squared")
+    return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "rewards are squared")
 
 
 def _check_positions(config: Config, architecture: Architecture) -> None:
-    longest, whose = longest_sequence(config)
+    longest, settings = longest_sequence(config)
     check_longest(config.rollout.servers.args, longest)
     if longest > architecture.max_positions:
         raise UserError(
-            f"{whose} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"
+            f"{settings} = {longest}, more than the {architecture.max_positions} positions of '{config.model.hf_path}'"
         )

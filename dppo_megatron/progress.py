@@ -1,8 +1,8 @@
-"""Progress of what may take more than two seconds, opened where the work is done.
+"""Progress of work that may take more than two seconds, reported where the work is done.
 
-What shows it is put up by a command or a run (`observe/progress_display.py`) and reached through a context variable, so
-that no signature carries it; elsewhere nothing is shown. A new thread begins with an empty context and would show
-nothing: work in a thread takes the `Advance` that its owner has opened, or runs in `contextvars.copy_context()`.
+The display is set by a command or a run (`observe/progress_display.py`) and reached through a context variable, so that
+no signature carries it; without one nothing is shown. A new thread starts with an empty context and would show nothing:
+work in a thread uses the `Advance` that its owner has opened, or runs in `contextvars.copy_context()`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Advance(Protocol):
-    """Tells a display how far a task is."""
+    """Updates the display of a task."""
 
     def __call__(self, done: int, tokens: int = 0) -> None:
-        """So much of the total is done, with so many tokens."""
+        """`done` of the total is done, with `tokens` tokens generated so far."""
 
 
 Display: TypeAlias = Callable[[str, int, str], AbstractContextManager[Advance]]
-"""Shows a task by the arguments of `progress`."""
+"""Shows a task; called with the arguments of `progress`."""
 
 
 @contextmanager
@@ -36,11 +36,12 @@ _DISPLAY: ContextVar[Display] = ContextVar("display", default=unshown)
 
 
 def progress(what: str, total: int = 0, unit: str = "") -> AbstractContextManager[Advance]:
-    """A task, shown while the block lasts.
+    """Show a task while the block runs.
 
     Args:
-        total: 0: not known.
-        unit: in the plural; empty: nothing to count, only how long it takes.
+        what: the task's name.
+        total: number of `unit`s to do; 0: unknown.
+        unit: in the plural; empty: show only how long it takes.
 
     Example:
         `with progress("evaluation", 200, "answers") as advance: advance(20)`; `with progress("loading libraries"): ...`
@@ -50,7 +51,7 @@ def progress(what: str, total: int = 0, unit: str = "") -> AbstractContextManage
 
 @contextmanager
 def shown_by(display: Display) -> Iterator[None]:
-    """`display` shows the tasks of the block."""
+    """Show the tasks of the block by `display`."""
     token = _DISPLAY.set(display)
     try:
         yield
@@ -59,7 +60,7 @@ def shown_by(display: Display) -> Iterator[None]:
 
 
 def counted(items: Iterable[T], advance: Advance) -> Iterator[T]:
-    """`items`, one by one; `advance` is told how many there have been."""
+    """Yield `items`, and call `advance` with the number of items so far."""
     for done, item in enumerate(items, start=1):
         advance(done)
         yield item

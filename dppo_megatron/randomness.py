@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a function of what they decide, not of when or where they are drawn.
+"""Counter-based random numbers: they depend on what they decide, not on when or where they are drawn.
 
 Every number is a function of (seed, purpose, counters, id): a prompt gets the same number whatever the order of the
-batch, the number of ranks, and earlier retries or restarts. There is no generator state to save. The cost is a hash per
-draw instead of a stream; 16k numbers take about 2 ms.
+batch, the number of ranks, and earlier retries or restarts. There is no generator state to save. The price is a hash
+for each draw; 16k numbers take about 2 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDS = 10
 
 
 def _key(seed: int, purpose: str, counters: tuple[int, ...], num_bytes: int) -> int:
-    """Hash of the whole address; two purposes or counters never share a stream by accident."""
+    """Hash of (seed, purpose, counters), so that two purposes or counters never share a stream by accident."""
     address = repr((int(seed), str(purpose), tuple(int(c) for c in counters)))
     return int.from_bytes(hashlib.blake2b(address.encode(), digest_size=num_bytes).digest(), "little")
 
@@ -36,7 +36,7 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     Args:
         seed: the run's seed.
         purpose: name of the decision; different names are independent.
-        counters: step, epoch, mini-batch: whatever distinguishes this decision from its repetitions.
+        counters: step, epoch, mini-batch: whatever distinguishes this decision from others with the same purpose.
     """
     return np.random.Generator(np.random.Philox(key=_key(seed, purpose, counters, 16)))
 

@@ -1,8 +1,8 @@
 """A run from start to end: when to record, evaluate, save and stop.
 
-It exists so that the loop (`loop.py`) knows nothing of files, signals or checkpoints, and `train.py` stays one screen.
-The run directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes
-from. On resume the logs are truncated to the step of that checkpoint.
+It keeps files, signals and checkpoints out of the loop (`steps/loop.py`), and `train.py` on one screen. The run
+directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes from. On
+resume the logs are truncated to the step of that checkpoint.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
 
 UNWRITTEN = (UserError, OSError, CheckpointException)
-"""What a checkpoint that cannot be written raises, on every rank. Other errors are of one rank: it ends with them."""
+"""Raised on every rank if a checkpoint cannot be written; the run goes on. Other errors are of one rank and end it."""
 
 
 class Stopped(Exception):
-    """The run has ended before its last step because it was asked to, with a checkpoint: exit code 0."""
+    """A signal has ended the run before its last step, with a checkpoint: exit code 0."""
 
 
 class Run:
-    """Owns the process group and the run directory for the length of a `with` block.
+    """Owns the process group and the run directory for the duration of a `with` block.
 
     Args:
-        clock: of the progress that is shown; nothing else reads it.
+        clock: monotonic seconds, only for the progress display.
     """
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,22 +78,22 @@ class Run:
         self._writes = dist.get_rank() == 0
         self.progress = RunProgress(job.config.steps, visible=self._writes, clock=clock)
         self._stop_requests, self._watchdog = StopRequests(), _watchdog(job.config.guard.watchdog_s)
-        self._reached = ExitStack()
-        """What code reaches without being given it, until the run ends."""
+        self._ambient = ExitStack()
+        """What code reaches through context variables and `log` while the run lasts: progress, log, recorder."""
         self._files: RunDirectory | None = None
         """The run directory, on rank 0."""
         with ExitStack() as undo:  # undone in reverse order if a later line raises
-            undo.callback(self._reached.close)
-            self._reached.enter_context(shown_by(self.progress.part))
-            self._reached.enter_context(logged(self.progress.say))
+            undo.callback(self._ambient.close)
+            self._ambient.enter_context(shown_by(self.progress.part))
+            self._ambient.enter_context(logged(self.progress.say))
             undo.callback(self.progress.close)
             if self._watchdog:
                 self._watchdog.start()
                 undo.callback(self._watchdog.stop)
             undo.callback(lambda: self._files.undo_start() if self._files else None)
-            references = from_rank_zero(job.check_references)  # a judge may take longer than the rendezvous does
+            references = from_rank_zero(job.check_references)  # after the rendezvous: a judge may exceed its timeout
             with as_user_error(self._directory):
-                changes = self._take_up(job)
+                changes = self._open_run(job)
             self.resumes = self._origin is not None
             self._samples = SampleWriter(
                 self._directory / SAMPLES,
@@ -105,7 +105,7 @@ class Run:
             log(*job.data_report)  # before waiting for servers, so that a wrong template is seen early
             log(*from_rank_zero(job.check_first_layers))
             self._recorder = StepRecorder(job.config.observe, self._directory)
-            self._reached.enter_context(recorded_by(self._recorder.spans))
+            self._ambient.enter_context(recorded_by(self._recorder.spans))
             self.loop = Loop(job, self.progress.phases, self._recorder)
             undo.pop_all()
         self.summary, self._freed_memory = Summary(), FreedMemory()
@@ -113,27 +113,27 @@ class Run:
         self._first_step = 1
         self.last_step = job.config.steps
         self._recorded: int | None = None
-        """The step of the record's last line, also where it came with a checkpoint; None before there is one."""
+        """The step of the last line in metrics.jsonl, or of the checkpoint that the run began from; None: neither."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
         log(self.loop.actor.description)
         self._trackers = self._start_trackers()
-        """On rank 0, if there are any."""
+        """On rank 0, if any are configured."""
 
     def __enter__(self) -> Run:
         self._stop_requests.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with ExitStack() as leaving:  # undone in reverse order, the rest too if one raises
-            leaving.push(lambda failed, *_: self._part(failed or kind))
-            leaving.callback(self._reached.close)
-            leaving.callback(self.progress.close)
-            leaving.callback(self._close_files)
-            leaving.callback(self._end_processes, finished=kind in (None, Stopped))
+        with ExitStack() as closing:  # called in reverse order, and all of them even if one raises
+            closing.push(lambda failed, *_: self._leave_group(failed or kind))
+            closing.callback(self._ambient.close)
+            closing.callback(self.progress.close)
+            closing.callback(self._close_files)
+            closing.callback(self._end_processes, finished=kind in (None, Stopped))
             if kind is RunAborted:
-                self._keep_what_is_done()
+                self._save_after_abort()
 
     def _end_processes(self, *, finished: bool) -> None:
         with progress("ending the engine, the graders and the trackers"), ExitStack() as ending:
@@ -143,26 +143,26 @@ class Run:
             ending.callback(self._stop_requests.restore)
             ending.callback(self.loop.close)
 
-    def _part(self, failure: type[BaseException] | None) -> None:
+    def _leave_group(self, failure: type[BaseException] | None) -> None:
         """Leave the process group, and stop watching the other ranks."""
         if failure in (None, Stopped, RunAborted):  # after a failure the other ranks may never reach the barrier
-            dist.barrier()  # or a watchdog would report a rank that merely finished first
+            dist.barrier()  # without it, watchdogs would report a rank that only finished first
             if self._watchdog:
                 self._watchdog.stop()
             stop_process_group()
         elif self._watchdog and not issubclass(failure, UserError):
             for name in self._watchdog.wait_for_silence():
-                show(f"{name} has died; this rank failed because of it")
+                show(f"{name} has died; this rank failed because of that")
 
     def sft(self) -> None:
-        """Supervised phase, then the RL optimizer and the first sync."""
-        warm = self._config.sft.steps
-        if warm:
-            log(f"SFT: {warm} supervised steps")
+        """The supervised phase if there is one, then the RL optimizer and the first weight sync."""
+        num_steps = self._config.sft.steps
+        if num_steps:
+            log(f"SFT: {num_steps} supervised steps")
         start = time.perf_counter()
         self.loop.sft()
         self.summary.sft_s = time.perf_counter() - start
-        if warm:
+        if num_steps:
             log(f"SFT: done in {self.summary.sft_s:.1f} s")
         self.loop.start_rl()
         self._load_engine()
@@ -179,7 +179,7 @@ class Run:
             raise on_every_rank(
                 UserError(
                     f"{self._origin.directory}: was written by another version of dppo_megatron or of your own policy,"
-                    f" or with other problems: {error}; resume with those, or start a new run in another run_dir"
+                    f" or with other problems: {error}; resume with the same, or start a new run in another run_dir"
                 )
             ) from None
         self._load_engine()
@@ -194,22 +194,22 @@ class Run:
             self.loop.load_engine()
 
     def remaining_steps(self) -> Iterator[int]:
-        """The RL steps that this run has still to do."""
+        """The RL steps that this run still has to do."""
         if self._first_step == 1:
-            self._stop_if_asked(0)
+            self._stop_on_signal(0)
         yield from range(self._first_step, self.last_step + 1)
 
     def record_start(self, scores: Sequence[EvalScores]) -> None:
-        """The line of step 0 in metrics.jsonl: the evaluation before training."""
+        """Write the line of step 0 to metrics.jsonl: the evaluation before training."""
         self.summary.eval_before = _averages(scores)
         self._write_metrics(0, {}, scores)
         self._recorded = 0
 
     def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
-        """A finished step's lines in metrics.jsonl and trace.jsonl, and on the terminal. Collective.
+        """Write a finished step to metrics.jsonl and trace.jsonl, and log it. Collective.
 
         Raises:
-            UserError: another trainer has taken the run directory over.
+            UserError: another trainer has taken over the run directory.
         """
         from_rank_zero(lambda: self._files.check() if self._files else None)
         record = step.record
@@ -257,31 +257,31 @@ class Run:
         return Trackers(observe.trackers, begin, observe.tracking.drain_s)
 
     def is_evaluation_step(self, step: int) -> bool:
-        """The last step, and every `eval.every_steps`."""
+        """Whether `step` is the last one, or one of every `eval.every_steps`."""
         return _is_due(step, self._config.eval.every_steps, self.last_step)
 
     def last_to_begin(self, step: int) -> int:
-        """The last step that may begin to generate during `step`: none beyond a checkpoint where a resumed run would
-        else differ from this one, which it does in any case if requests go on through a sync."""
+        """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
+        run does not differ from this one. If requests continue through a sync it differs anyway, so any step may."""
         due = _is_due(step, self._config.checkpoint.every_steps, self.last_step)
         return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due; end the run if a guard or a signal asks for it. Collective. Freed memory is
-        returned, too, which every rank does by its own clock.
+        """Save a checkpoint if one is due, and end the run if a guard or a signal demands it. Collective. Each rank
+        also returns freed memory to the system, by its own clock.
 
         Raises:
             Stopped: the run ends here.
         """
         self._finalize(blocking=False)
         self._check_guard(step)
-        self._stop_if_asked(step)
+        self._stop_on_signal(step)
         if _is_due(step, self._config.checkpoint.every_steps, self.last_step):
             self._save(step)
         self._freed_memory.return_if_due()
 
     def finish(self) -> None:
-        """The Hugging Face checkpoint, summary.json and the closing table. Collective."""
+        """Write the Hugging Face checkpoint and summary.json, and print the closing table. Collective."""
         self._finalize(blocking=True)
         hf, names = self._directory / "hf", self.loop.job.checkpoint.names
         with progress(f"writing {hf}", len(names), "tensors") as advance:
@@ -291,42 +291,42 @@ class Run:
             unwritten: OSError | UserError | None = None
             try:
                 write_checkpoint(hf, source, architecture, weights, write=self._writes, adapters=adapters)
-            except (OSError, UserError) as error:  # rank 0's; the others still take part in the stream
+            except (OSError, UserError) as error:  # on rank 0 only
                 unwritten = error
-                deque(weights, maxlen=0)
+                deque(weights, maxlen=0)  # iterate to the end, as the stream is collective
         self.summary.wall_s = time.perf_counter() - self._started
         from_rank_zero(lambda: self._write_end(unwritten))
         if self._writes:
             self.progress.close()
-            left = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
+            files = sorted(name for name in os.listdir(self._directory) if name != LOCK)  # removed when the run closes
             see = f"see it: dppo-megatron report {shlex.quote(str(self._directory))}"
-            for line in ("", *self.summary.table().splitlines(), "", f"{self._directory}/: {', '.join(left)}", see):
+            for line in ("", *self.summary.table().splitlines(), "", f"{self._directory}/: {', '.join(files)}", see):
                 print_line(line)
 
     def _write_end(self, unwritten: OSError | UserError | None) -> None:
-        """Flush the record and write summary.json. On rank 0."""
-        target, rest = self._directory / SUMMARY, ""
+        """Flush the record and write summary.json, on rank 0. `unwritten`: the error that left hf/ incomplete."""
+        target, advice = self._directory / SUMMARY, ""
         try:
             if unwritten is not None:
                 target = self._directory / "hf"
                 if (latest := self._directory / "checkpoints" / "latest").exists():
-                    again = f"dppo-megatron convert to-hf --checkpoint {shlex.quote(str(latest))} --out DIR"
-                    rest = f"; `{again}` makes hf/ from the last checkpoint"
+                    command = f"dppo-megatron convert to-hf --checkpoint {shlex.quote(str(latest))} --out DIR"
+                    advice = f"; `{command}` makes hf/ from the last checkpoint"
                 raise unwritten
             if self._files:
                 self._files.sync()
             self.summary.write(self._directory / SUMMARY)
-        except OSError as error:  # of a write on a full disk it names no file
+        except OSError as error:  # that of a write to a full disk names no file
             what = f"'{error.filename or target}' cannot be written: {error.strerror}"
-            raise RunAborted(f"all steps are done, but {what}{rest}") from None
+            raise RunAborted(f"all steps are done, but {what}{advice}") from None
         except UserError as error:
-            raise RunAborted(f"all steps are done, but {error}{rest}") from None
+            raise RunAborted(f"all steps are done, but {error}{advice}") from None
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate the sets that were added since the run was last started: their `before` is the resumed step. Drop
-        the final scores of those that were removed.
+        """Evaluate sets that were added since the run was last started: `step`, from which it resumes, is their score
+        before training. Drop the final scores of sets that were removed.
 
-        Only summary.json gets it: `metrics.jsonl` has a line for that step already. Collective.
+        Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
         """
         summary, names = self.summary, list(eval_set_configs(self._config))
         new = [name for name in names if name not in summary.eval_before]
@@ -338,7 +338,7 @@ class Run:
             summary.eval_after |= _averages(scores)
         log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
 
-    def _take_up(self, job: Job) -> list[str]:
+    def _open_run(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
         self._run = from_rank_zero(self._open_directory)
         changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
@@ -379,11 +379,11 @@ class Run:
         if self._files:
             self._files.close()
 
-    def _keep_what_is_done(self) -> None:
-        """Save after a guard has stopped the run between two steps, or in the sync that ends one. Not in the evaluation
-        after it: a run that went on from there would lack that step in its record. Collective."""
+    def _save_after_abort(self) -> None:
+        """Save a checkpoint if the run was aborted between two steps, or in the sync that ends a step. Not if it was in
+        the evaluation after that: a run resumed from there would lack that step in its record. Collective."""
         step = self.loop.current
-        if step is not None and step.is_updated:  # the actor has its weights, though the engine does not
+        if step is not None and step.is_updated:  # the actor has the step's weights, even if the engine does not
             log(*self.loop.finish(step))
             self.record(step)
         if self._recorded is not None and self._recorded == self.loop.last_complete_step:
@@ -392,7 +392,7 @@ class Run:
 
     def _save(self, step: int) -> bool:
         """Save a checkpoint; returns whether it could be written. Collective."""
-        self._finalize(blocking=True)  # what was wrong with the last one must not cost this one too
+        self._finalize(blocking=True)  # here, so that an error of the last one does not fail this one
         self.summary.wall_s = time.perf_counter() - self._started
         self._samples.close(10.0)
         try:
@@ -406,7 +406,7 @@ class Run:
         return True
 
     def _finalize(self, *, blocking: bool) -> bool:
-        """Complete what is being saved; returns False if it could not be written. Collective."""
+        """Complete an asynchronous save; returns False if it could not be written. Collective."""
         try:
             with progress("finishing the checkpoint"):
                 self._store.finalize(blocking=blocking)
@@ -416,8 +416,8 @@ class Run:
 
     def _save_failed(self, error: BaseException) -> bool:
         self._store.abandon()
-        why = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
-        log(f"warning: no checkpoint could be written ({why}); the last complete one stays")
+        detail = one_line(str(error).strip().rpartition("\n")[2] or type(error).__name__)
+        log(f"warning: no checkpoint could be written ({detail}); the last complete one stays")
         return False
 
     def _check_guard(self, step: int) -> None:
@@ -428,28 +428,28 @@ class Run:
             raise on_every_rank(
                 RunAborted(
                     f"step {step}: {skipped} updates in a row had a loss or gradient that is not finite; samples of the"
-                    f" last (prompt:completion): {samples}. {self._how_to_go_on()}"
+                    f" last (prompt:completion): {samples}. {self._how_to_resume()}"
                 )
             )
 
-    def _stop_if_asked(self, step: int) -> None:
+    def _stop_on_signal(self, step: int) -> None:
         """Save and end the run if any rank got a signal. Collective."""
-        asked = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        if asked.item() and step < self.last_step:
+        is_signalled = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
+        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX)
+        if is_signalled.item() and step < self.last_step:
             saved = self._save(step) and self._finalize(blocking=True)
             name = self._stop_requests.received or "another rank got a signal"
             if not saved:
-                why = f"stopped after step {step} ({name}), but no checkpoint could be written"
-                raise on_every_rank(RunAborted(why))
-            raise Stopped(f"stopped after step {step} ({name}). {self._how_to_go_on()}")
+                message = f"stopped after step {step} ({name}), but no checkpoint could be written"
+                raise on_every_rank(RunAborted(message))
+            raise Stopped(f"stopped after step {step} ({name}). {self._how_to_resume()}")
 
-    def _how_to_go_on(self) -> str:
+    def _how_to_resume(self) -> str:
         config = shlex.quote(str(self._directory / "config.yaml"))
         return f"Resume with the same command, or: dppo-megatron train {config} --resume auto"
 
     def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
-        """A warning for each selection that biases the gradient, the first time it does."""
+        """A warning for each selection that biases the gradient, in the first step in which it does."""
         rows = tuple(row for row in ledger if row.name not in self._warned)
         self._warned.update(row.name for row in rows if row.label == "biased")
         return [f"warning: {line}" for line in biased_rows(rows)]

@@ -1,8 +1,8 @@
 """Reads pickles from other people without running their code: only classes on an allow-list are looked up.
 
-torch's distributed checkpoints keep their table of contents, `.metadata`, as a pickle, and `pickle.load` calls whatever
-a pickle names. The alternative, our own parser for the few opcodes that torch emits, would break with torch's changes;
-a class that is missing from the list is an error that names it.
+torch's distributed checkpoints store their table of contents, `.metadata`, as a pickle, and `pickle.load` calls
+whatever a pickle names. A parser of our own for the few opcodes that torch emits would break when torch changes; with
+the list, a new class is an error that names it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ DISTRIBUTED_CHECKPOINT: Mapping[str, frozenset[str]] = {
             "_MEM_FORMAT_ENCODING",
         ]
     ),
-    # Megatron also stores its ranks' save plans here, to reuse them at the next save
+    # Megatron also stores its ranks' save plans in `.metadata`, to reuse them at the next save
     _PLANNER: frozenset(["BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"]),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "collections": frozenset({"OrderedDict"}),
-    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # where it was written, if the writer was given a Path
-    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # its name in Python 3.13
+    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),  # the checkpoint's path, if the writer was given a Path
+    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # the same module in Python 3.13
 }
-"""Module to names allowed in the `.metadata` of a distributed checkpoint, beside torch's dtypes: plain data, nothing
-that can call code."""
+"""Module -> names allowed in the `.metadata` of a distributed checkpoint, in addition to torch's dtypes: plain data,
+nothing that can run code."""
 
 
 class UnsafePickleError(ValueError):
-    """The pickle is damaged, or names something that is not on the list."""
+    """The pickle is damaged, or names something that is not on the allow-list."""
 
 
 def read_pickle(file: BinaryIO) -> Any:
     """Unpickle `file`, looking up only what `DISTRIBUTED_CHECKPOINT` lists.
 
     Raises:
-        UnsafePickleError: something else is named, or these bytes are no pickle.
+        UnsafePickleError: it names something else, or is not a pickle.
     """
     try:
         return _Unpickler(file).load()
@@ -63,10 +63,10 @@ def read_pickle(file: BinaryIO) -> Any:
 
 @contextmanager
 def force_weights_only() -> Iterator[None]:
-    """Inside, every `torch.load` of this process reads tensors and plain containers only, whatever its caller asks for.
+    """In the block, every `torch.load` of this process is weights_only, whatever its caller passes.
 
-    Megatron and torch's planner, which we do not call ourselves, leave it open or ask for everything; and
-    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, which scripts for older Megatrons set, opens it for all that do not say.
+    Needed for calls inside Megatron and torch's planner, which pass weights_only=False or nothing at all. With nothing,
+    TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, which scripts for older Megatrons set, would turn it off.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORBID, _ALLOW)}
     os.environ[_FORBID] = "1"
@@ -84,5 +84,5 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and name not in DISTRIBUTED_CHECKPOINT.get(module, ()):
-            raise UnsafePickleError(f"it asks for {module}.{name}, which such a file has no use for; it was not loaded")
+            raise UnsafePickleError(f"it asks for {module}.{name}, which such a file never needs; it was not loaded")
         return super().find_class(module, name)

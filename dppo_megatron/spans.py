@@ -1,7 +1,7 @@
-"""What happened from when to when, for the timelines of `observe.timeline`.
+"""Records spans, what a rank did from when to when, for the timelines of `observe.timeline`.
 
-Off, which it is unless a step is being recorded, a span costs the reading of a flag. On, it is a tuple in a list: who
-turns them into a file is `observe/timeline.py`.
+While no step is recorded, a span costs the check of a flag. Otherwise it is a tuple in a list, which
+`observe/timeline.py` writes to a file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class Span(NamedTuple):
     """One thing that one rank did, or waited for."""
 
     track: str
-    """What it is shown beside: `phases`, `micro-batches`, `requests http://...`."""
+    """The row of the timeline that shows it: `phases`, `micro-batches`, `requests http://...`."""
     name: str
     start_s: float
-    """On this process's clock."""
+    """On this process's clock, as `end_s`."""
     end_s: float
     ticket: int | None = None
-    """Tells apart spans of a track that may overlap; None: those of the track nest."""
+    """Distinguishes spans of a track that may overlap; None: spans of this track nest."""
 
 
 class Spans:
-    """The recorder of one process. Any thread may add.
+    """The recorder of one process. Any thread may add spans.
 
     Args:
-        clock: seconds that only grow, the same for all processes of a machine.
+        clock: monotonic seconds, the same for all processes of a machine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -39,13 +39,13 @@ class Spans:
         self._spans: list[Span] = []
 
     def add(self, track: str, name: str, start_s: float, end_s: float, ticket: int | None = None) -> None:
-        """Keep a span that has ended, if on."""
+        """Record a span that has ended, if recording is on."""
         if self.on:
             self._spans.append(Span(track, name, start_s, end_s, ticket))
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
-        """Keep the time of the block, if on at its end."""
+        """Record the block as a span, if recording is on when it ends."""
         start = self.clock()
         try:
             yield
@@ -53,25 +53,25 @@ class Spans:
             self.add(track, name, start, self.clock())
 
     def drain(self) -> list[Span]:
-        """Those kept since the last call."""
-        taken, self._spans = self._spans, []
-        return taken
+        """Return and remove the spans recorded since the last call."""
+        drained, self._spans = self._spans, []
+        return drained
 
 
 _RECORDER: ContextVar[Spans] = ContextVar("recorder")
 
 
 def recorder() -> Spans:
-    """That of the run; outside of a run, one that keeps nothing.
+    """The recorder of the run; outside of a run, one that records nothing.
 
-    A new thread begins with an empty context and finds none: what works in threads takes it when it is built.
+    A new thread starts with an empty context and gets no recorder: what works in threads must call this before.
     """
     return _RECORDER.get(None) or Spans()
 
 
 @contextmanager
 def recorded_by(spans: Spans) -> Iterator[None]:
-    """`spans` is the recorder in the block."""
+    """Make `spans` the recorder of the block."""
     token = _RECORDER.set(spans)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The nouns of one training step, in the order in which the data meets them.
+"""The data types of one training step, in the order in which data flows through them.
 
 Prompt -> RolloutPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
 
@@ -27,17 +27,18 @@ else:  # numpy would be two thirds of the time of `dppo-megatron --help`
     BoolArray = ExpertArray = IntArray = FloatArray = Any
 
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
-"""What a selection does to the expected gradient: nothing dropped; corrected; corrected up to O(1/n); changed."""
+"""What a selection does to the expected gradient. exact: it drops nothing. unbiased: weights correct it. ratio: they
+correct it up to O(1/n). biased: it is changed."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "early"]
-"""At a stop token; at the token limit; ended before either, so the completion is missing; at a limit of its own that
-was drawn before it was sampled (`pruning.early_stop`), so that others count for it."""
+"""stop: at a stop token. length: at the token limit. abort: before either; the completion is missing. early: at its own
+random limit (`pruning.early_stop`); other completions are weighted up for it."""
 
 
 class UserError(Exception):
-    """The user's mistake: what was wrong, where, and what would be right. The command line exits with code 2.
+    """A mistake of the user: what is wrong, where, and what would be right. The command line exits with code 2.
 
-    A message may quote what a damaged file holds, so what a terminal would obey is escaped: `\\x1b` for the character.
+    A message may quote a damaged file, so terminal control characters in it are escaped (`\\x1b`).
     """
 
     def __init__(self, message: str) -> None:
@@ -45,7 +46,7 @@ class UserError(Exception):
 
 
 class RunAborted(Exception):
-    """What is under way cannot continue: a run is checkpointed and ends with exit code 3."""
+    """The work cannot continue. A run saves a checkpoint and ends with exit code 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +56,41 @@ class Prompt:
     index: int
     """Row in its prompt set, from 0; the key of the pruning history and of every random draw about this prompt."""
     text: str
-    """What the model is given, before tokenization."""
+    """The whole prompt, template included, before tokenization."""
     token_ids: tuple[int, ...]
     """`text` under the model's tokenizer."""
     answer: str
-    """The reference answer the grader compares with."""
+    """The reference answer that the grader compares with."""
     source: str
     """The subset it belongs to (`level_3`, `gsm8k`), for metrics; may be empty."""
     level: float | None = None
-    """How hard its row says it is, on the row's own scale; None if it does not say."""
+    """Difficulty as given in its row, on the row's own scale; None if the row has none."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The row's other fields, as read; passed to graders that take three arguments."""
     origin: str = ""
     """`path:line` or `set:row`, for messages."""
     problem: str = ""
-    """What is asked, without the template: the problem, or the last user turn of messages. For people."""
+    """The question without the template: the problem, or the last user turn of messages. For people."""
     graded_by: str = "reward"
-    """The settings of its rewards: `reward`, or those of its set, `data.train_sets.NAME.reward`."""
+    """The section with its reward settings: `reward`, or its set's own, `data.train_sets.NAME.reward`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFeatures:
-    """What is known of each prompt of a set, or of all training sets, before it is tried: arrays [prompts]."""
+    """What is known about each prompt of one or all training sets before it is tried: arrays [prompts]."""
 
     prompt_tokens: IntArray
     level: FloatArray
-    """How hard the prompt's row says it is, on the row's own scale; NaN where it does not say."""
+    """Difficulty as given in the prompt's row, on the row's own scale; NaN if the row has none."""
     source: IntArray
-    """Place of the prompt's source in `sources`."""
+    """Index of the prompt's source in `sources`."""
     sources: tuple[str, ...]
-    """`Prompt.source` of all prompts, each once; empty text for those that name none."""
+    """The distinct `Prompt.source` of all prompts; "" for prompts without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPrompt:
-    """A prompt that survived the selection before rollout."""
+    """A prompt that was selected for rollout."""
 
     prompt: Prompt
     inclusion_prob: float
@@ -97,9 +98,9 @@ class RolloutPrompt:
     weight: float
     """Factor in the loss that undoes this selection; 1 / inclusion_prob for a Horvitz-Thompson estimator."""
     completions: int = 0
-    """To sample of it; 0: `rollout.completions_per_prompt`."""
+    """How many to sample; 0: `rollout.completions_per_prompt`."""
     limits: tuple[int, ...] = ()
-    """[completions] tokens at which each is stopped early; empty: none is."""
+    """[completions] number of tokens at which each is stopped early; empty: none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +121,27 @@ class Completion:
     Example: ((4, 120), (5, 30)) is 150 tokens, the last 30 of them sampled after the fifth sync.
     """
     experts: ExpertArray | None = None
-    """[prompt + n - 1, layers, experts a token] that the engine sent each token to which it read; None unless they are
-    replayed (`actor.routing_replay`)."""
+    """[prompt + n - 1, layers, experts per token] the experts that the engine chose for each token that it read; None
+    unless they are replayed (`actor.routing_replay`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """What the choices of a model's routers look like, for one token.
+    """The shape of a model's expert choices for one token.
 
-    Example: Qwen3-30B-A3B has ExpertChoices(48, 8, 128): 384 bytes a token.
+    Example: Qwen3-30B-A3B has ExpertChoices(48, 8, 128): 384 bytes per token.
     """
 
     layers: int
     per_token: int
     count: int
-    """Of experts to choose from."""
+    """Experts of a layer to choose from."""
     dense_layers: int = 0
-    """The first of the layers have no experts: there all are 0."""
+    """How many of the first layers have no experts; their choices are all 0."""
 
     @property
     def dtype(self) -> str:
-        """The smallest integers that hold every choice, as engines send them."""
+        """The smallest integer type that holds every choice, as engines send them."""
         return "uint8" if self.count <= 256 else "uint16"
 
     @property
@@ -155,19 +156,19 @@ class GradeTask:
     completion: str
     answer: str
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields of the problem's row; sent only to graders that ask for it."""
+    """The other fields of the problem's row; sent only to graders that ask for them."""
     label: str = ""
-    """Names it in the log."""
+    """Identifies it in the log."""
     prompt: str = ""
-    """As the model was given it; sent as the row is."""
+    """The prompt as the model got it; sent only to graders that ask for it."""
     completion_tokens: int = 0
     finish_reason: str = "stop"
     graded_by: str = "reward"
-    """As of `Prompt`."""
+    """As in `Prompt`."""
 
     @staticmethod
     def of(prompt: Prompt, completion: str, index: int, completion_tokens: int, finish_reason: str) -> GradeTask:
-        """To grade the text of a prompt's completion `index`."""
+        """The task for completion number `index` of a prompt, whose text is `completion`."""
         label = f"prompt {prompt.index}, completion {index}"
         facts = prompt.text, completion_tokens, finish_reason, prompt.graded_by
         return GradeTask(completion, prompt.answer, prompt.row, label, *facts)
@@ -175,34 +176,34 @@ class GradeTask:
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a grader says of one completion."""
+    """A grader's result for one completion."""
 
     reward: float
-    """NaN where grading failed, and `failure` says how."""
+    """NaN if grading failed; `failure` then has the reason."""
     extracted: str | None = None
-    """The final answer found in the completion, for people and for majority votes; None if there was none."""
+    """The final answer in the completion, for people and for majority votes; None if there is none."""
     why: str = ""
     """How it was decided: `exact`, `fraction`, `no final answer`, ..."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers averaged over the step's gradings and logged as reward/<name>, such as `parsed_share`: 1.0."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The named rewards behind a weighted sum; empty where there is only one."""
+    """The named rewards in the weighted sum; empty if there is only one reward."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
     by_chance: bool = False
-    """It failed by what cannot depend on the completion: a judge that did not take the call."""
+    """The failure cannot depend on the completion: a judge that did not accept the call."""
 
 
 REWARD_ROUNDING = 1e-9
-"""How far a reward may be outside its bounds: 0.2 + 0.4 + 0.3 + 0.1, a weighted sum of 1s, is 1 + 2e-16."""
+"""How far a reward may be outside its bounds by rounding: 0.2 + 0.4 + 0.3 + 0.1 is 1 + 2e-16."""
 UNSAMPLED = "was not sampled to its end"
-"""How the failure begins of a completion that was never graded."""
+"""Start of `Grade.failure` for a completion that was not sampled to its end, and so never graded."""
 STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
-"""Of a completion that has no end to grade."""
+"""The grade of a completion that was stopped early (`pruning.early_stop`), and so has no answer to grade."""
 
 
 def deciding_reward(grade: Grade) -> float:
-    """What decides whether a completion is correct: the first of several named rewards, else the reward itself."""
+    """The reward that decides whether a completion is correct: the first of several named ones, else the only one."""
     return next(iter(grade.parts.values()), grade.reward)
 
 
@@ -213,18 +214,18 @@ class Group:
     selected: RolloutPrompt
     completions: tuple[Completion, ...]
     rewards: FloatArray
-    """[n]; NaN where the grader failed."""
+    """[n]; NaN where grading failed."""
     grades: tuple[Grade, ...] = ()
-    """[n]; empty in tests that need rewards only."""
+    """[n]; empty in tests that need only rewards."""
     stands_for: FloatArray | None = None
-    """[n] what each counts for those that were stopped early, 0 of these; None: none could be, and each counts 1."""
+    """[n] how many completions each stands for: 1 / P(it finishes), or 0 if it was stopped early. None: all count 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
     """One sequence to train on, with its weight and denominator.
 
-    Nothing downstream of it knows which pruning policy made the weight.
+    Code that receives it does not know which pruning policy computed the weight.
     """
 
     id: str
@@ -235,25 +236,24 @@ class TrainSample:
     behaviour_logprobs: npt.NDArray[np.float32]
     """[n - num_prompt_tokens], log-probability of each completion token when it was sampled."""
     advantage: float | FloatArray
-    """Of the completion, or of each of its tokens [n - num_prompt_tokens]."""
+    """One for the completion, or one for each of its tokens [n - num_prompt_tokens]."""
     weight: float | FloatArray
-    """Product of the factors that undo each selection it survived (W in docs/pruning.md); likewise."""
+    """Product of the factors that undo each selection it passed (W in docs/pruning.md); shaped like `advantage`."""
     denominator: float
     """Frozen divisor of this sample's token sum, a count of the planned full batch (1 / omega in docs/pruning.md)."""
     figure_weight: float = 1.0
-    """What each of its tokens counts in figures of the policy, see `TrainSelection.figure_weight`; 1 where nothing was
-    selected."""
+    """Weight of each of its tokens in the policy's metrics (`TrainSelection.figure_weight`); 1 without selection."""
     old_logprobs: FloatArray | None = None
-    """[n - num_prompt_tokens] under the actor's own weights before the step's first update: the centre of the clip.
-    None: the behaviour's are used."""
+    """[n - num_prompt_tokens] under the actor before the step's first update, the clip's centre. None: the
+    behaviour's."""
     reference_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
     experts: ExpertArray | None = None
-    """[n - 1, layers, experts a token] forced on the routers; None: they choose. See `Completion.experts`."""
+    """[n - 1, layers, experts per token] that routers have to choose (see `Completion.experts`); None: any."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the model reads for this sample: all but the last, which is only a target."""
+        """Tokens that the model reads for this sample: all but the last, which is only a target."""
         return len(self.token_ids) - 1
 
     @property
@@ -264,13 +264,13 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class PackedMicrobatch:
-    """Which samples share one micro-batch, in order, and where each lies.
+    """Which samples share one micro-batch, in order, and where each one begins.
 
-    Segment i holds sample `members[i]`; where padding is left at the end it is one more segment, of dummy tokens.
+    Segment i holds sample `members[i]`. Padding at the end is one more segment, of dummy tokens.
     """
 
     members: tuple[int, ...]
-    """Positions in the list of samples."""
+    """Indices in the list of samples."""
     cu_seqlens_padded: tuple[int, ...]
     """[segments + 1] offsets in the micro-batch, where each segment's slot is rounded up to the layout's alignment."""
 
@@ -285,7 +285,7 @@ class PackPlan:
     """The micro-batches of one optimizer step, for every data-parallel rank. Made once, on one rank, and sent."""
 
     microbatches: tuple[tuple[PackedMicrobatch, ...], ...]
-    """For each data-parallel rank its micro-batches, in the order they run; every rank has the same number."""
+    """Each data-parallel rank's micro-batches, in the order in which they run; every rank has the same number."""
     max_tokens_per_microbatch: int
     num_tokens: int
     """Tokens of all samples, padding not counted."""
@@ -306,28 +306,28 @@ class PackPlan:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What an optimizer update came to, the same on every rank."""
+    """The result of an optimizer update, the same on every rank."""
 
     loss: float
     grad_norm: float
     """Before clipping."""
     learning_rate: float
     is_skipped: bool
-    """Loss or gradient was not finite: nothing has changed, the schedule included."""
+    """The loss or the gradient was not finite: nothing has changed, not even the learning-rate schedule."""
     tokens: float
-    """Completion tokens, each times its sample's `figure_weight`."""
+    """Completion tokens, each weighted by its sample's `figure_weight`."""
     sums: Mapping[str, float]
-    """The objective's diagnostics, summed over those tokens likewise: they and `tokens` add up over updates."""
+    """The objective's diagnostics, summed over tokens with the same weights, so that updates can be added up."""
 
     def figures(self) -> dict[str, float]:
-        """All of it by name, diagnostics as means; a skipped update is 1 `skipped_updates`."""
+        """All results by metric name, diagnostics as means; a skipped update counts 1 in `skipped_updates`."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
         means = {name: mean_of_sums(total, self.tokens) for name, total in self.sums.items()}
         return own | {"skipped_updates": float(self.is_skipped), **means}
 
 
 def mean_of_sums(total: float, count: float) -> float:
-    """A mean from its two sums; NaN (null in metrics.jsonl) over nothing."""
+    """The mean `total / count`; NaN (null in metrics.jsonl) if `count` is 0."""
     return total / count if count else math.nan
 
 
@@ -344,7 +344,7 @@ class StepCounts:
     tokens_trained: int
 
     def metrics(self) -> dict[str, float]:
-        """Under their names in metrics.jsonl."""
+        """The counts by their names in metrics.jsonl."""
         return {
             "prune/prompts_considered": float(self.prompts_considered),
             "prune/prompts_generated": float(self.prompts_generated),

@@ -435,7 +435,7 @@ COLOCATED = {
         (
             {f"actor__megatron__{INTERLEAVED_GROUP}": 1, "actor__layout__pipeline_parallel": 2}
             | {"actor__layout__virtual_pipeline": 2},
-            "= 1: must be a whole number from actor.layout.pipeline_parallel = 2",
+            "= 1: must be a whole number, at least actor.layout.pipeline_parallel = 2",
         ),
         ({"actor__optimizer__cpu_offload": 1.5}, "actor.optimizer.cpu_offload = 1.5: must be in"),
         ({"actor__optimizer__cpu_offload": 1, "actor__optimizer__distributed": "false"}, "distributed = true"),
@@ -482,7 +482,7 @@ _INTERLEAVED = [
         (["actor.optimizer.cpu_offload=1", "model.dtype=float32"], "needs model.dtype = bfloat16"),
         (["actor.optimizer.moments_dtype=bfloat16", "model.dtype=float32"], "needs model.dtype = bfloat16"),
         (["actor.optimizer.min_learning_rate=1"], "is above learning_rate"),
-        (_INTERLEAVED, "= 1: must be a whole number from"),
+        (_INTERLEAVED, "= 1: must be a whole number, at least"),
     ],
     ids=str,
 )

@@ -184,7 +184,7 @@ def _stops(where: str) -> tuple[int, str]:
         elif where == "updates":
             counts = SimpleNamespace(skipped_in_a_row=2, skipped_samples="3:1")
             guard = SimpleNamespace(max_skipped_updates=2)
-            run = SimpleNamespace(loop=counts, _config=SimpleNamespace(guard=guard), _how_to_go_on=str)
+            run = SimpleNamespace(loop=counts, _config=SimpleNamespace(guard=guard), _how_to_resume=str)
             Run._check_guard(cast(Run, run), 7)
         elif rank() == 1:
             find_no_gpu()

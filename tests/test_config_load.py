@@ -100,7 +100,7 @@ class TestParents:
         _write(tmp_path / "a.yaml", "defaults: b.yaml\n")
         _write(tmp_path / "b.yaml", "defaults: [c.yaml]\n")
         (tmp_path / "c.yaml").symlink_to(tmp_path / "a.yaml")
-        with pytest.raises(UserError, match=r"come back to itself: .*a\.yaml -> .*b\.yaml -> .*c\.yaml"):
+        with pytest.raises(UserError, match=r"form a cycle: .*a\.yaml -> .*b\.yaml -> .*c\.yaml"):
             read_config(str(tmp_path / "a.yaml"), [])
 
     def test_one_parent_twice_is_no_circle(self, tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ class TestParents:
         ("text", "message"),
         [
             ("defaults: nope.yaml", r"nope\.yaml', a parent of '.*config\.yaml', does not exist"),
-            ("defaults: {a: b}", r"config\.yaml:1: defaults names the parent's file"),
-            ("seed: 1\ndefaults: 3", r"config\.yaml:2: defaults names"),
-            ("defaults: ''", "defaults names"),
-            ("defaults: a.yaml\ndefaults: b.yaml", r"config\.yaml:2: the key 'defaults' stands here twice"),
+            ("defaults: {a: b}", r"config\.yaml:1: defaults must be the parent's file"),
+            ("seed: 1\ndefaults: 3", r"config\.yaml:2: defaults must be"),
+            ("defaults: ''", "defaults must be"),
+            ("defaults: a.yaml\ndefaults: b.yaml", r"config\.yaml:2: the key 'defaults' appears twice"),
             ("defaults: .", "cannot be read: Is a directory"),
         ],
     )
@@ -188,7 +188,7 @@ STRICT = {
     "seed: 1:30": "seed = 1:30: must be a whole number in plain",
     "seed: '5'": "seed = '5': must be a whole number",
     "seed: 1e3": "seed = 1e3: must be a whole number",
-    "seed:": "seed = '': must be a whole number; there is nothing to take null for",
+    "seed:": "seed = '': must be a whole number, not null",
     "rollout: {sampling: {temperature: true}}": r"rollout\.sampling\.temperature = true: must be a number",
     "rollout: {sampling: {temperature: .nan}}": r"rollout\.sampling\.temperature = \.nan: must be a finite number",
     "rollout: {sampling: {temperature: 1:30.5}}": r"temperature = 1:30\.5: must be a number",
@@ -217,8 +217,8 @@ STRICT = {
     },
     "data: {chat_template_kwargs: {a: ${seed}}}": "is not|not valid YAML",
     "data: {chat_template_kwargs: {a: '${seed}'}}": r"takes no \$\{\.\.\.\}",
-    "seed: 1\nsteps: 2\nseed: 3": r"config\.yaml:3: the key 'seed' stands here twice, first in line 1",
-    "rollout:\n  top_k: 1\n  top_k: 1": r"config\.yaml:3: the key 'top_k' stands here twice",
+    "seed: 1\nsteps: 2\nseed: 3": r"config\.yaml:3: the key 'seed' appears twice, first in line 1",
+    "rollout:\n  top_k: 1\n  top_k: 1": r"config\.yaml:3: the key 'top_k' appears twice",
     "rollout:\n\ttop_k: 1": "config.yaml': not valid YAML: line 2",
     "- a": "must hold a mapping of keys",
     "just text": "must hold a mapping of keys",
@@ -507,14 +507,14 @@ class TestReferences:
         ("item", "said"),
         [
             ("run_dir=${nope}", r"there is no setting 'nope'"),
-            ("run_dir=${run_dir}", "comes back to itself: .*run_dir -> run_dir"),
-            ("run_dir=${model.hf_path}", "comes back to itself: run_dir -> model.hf_path -> run_dir"),
+            ("run_dir=${run_dir}", "form a cycle: .*run_dir -> run_dir"),
+            ("run_dir=${model.hf_path}", "form a cycle: run_dir -> model.hf_path -> run_dir"),
             ("run_dir=${oc.env:DPPO_TEST_UNSET}", "the environment variable DPPO_TEST_UNSET is not set"),
             ("run_dir=${oc.env:a b}", r"expected \$\{oc\.env:NAME\}"),
             ("run_dir=${oc.decode:1}", "no such resolver"),
             ("run_dir=${model}", "'model' is not a single value"),
             ("run_dir=a${", "without a closing brace"),
-            ("steps=${data.problem_field}", "steps = .*: must be a whole number; the reference comes to 'problem'"),
+            ("steps=${data.problem_field}", "steps = .*: must be a whole number; the reference is 'problem'"),
             (
                 "rollout.sampling.stop_token_ids=['${data.x}']",
                 r"stop_token_ids\[0\] = .*: there is no setting 'data\.x'",

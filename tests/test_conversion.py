@@ -252,7 +252,10 @@ def _broken_metadata(converted: Path) -> None:
 
 
 BAD_CHECKPOINT = {
-    "no_checkpoint": (lambda path: (path / ".metadata").unlink(), "is no distributed checkpoint: no .metadata"),
+    "no_checkpoint": (
+        lambda path: (path / ".metadata").unlink(),
+        "is not a distributed checkpoint: it has no .metadata",
+    ),
     "metadata": (_broken_metadata, "its .metadata cannot be read"),
     "another_model": (_missing_key, "has tensors of another shape"),
     "truncated": (_short_file, "cannot be read"),

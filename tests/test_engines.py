@@ -242,7 +242,7 @@ def test_the_canary_names_the_server() -> None:
         ),
         (SERVES | {"async_steps": 9}, "must be at most 8"),
         (SERVES | {"async_steps": 2}, "set rollout.sync.in_flight=continue"),
-        (STAGES | STREAMS, "pipeline parallel 2: an SGLang of several stages does not pause"),
+        (STAGES | STREAMS, "pipeline parallel 2: SGLang .* with several stages cannot pause"),
         (SERVES | {"servers.colocate": True}, "needs rollout.servers.launch = local"),
         ({"quantization": "fp8"}, "rollout.quantization = fp8 is for servers"),
         (SERVES | {"servers.args": ["--quantization", "fp8"]}, "--quantization, which rollout.quantization chooses"),

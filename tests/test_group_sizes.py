@@ -287,7 +287,7 @@ def test_refusals(files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "use rloo, posterior_loo, group_mean" in refused()
     assert "defined for groups of one size" in refused(pruning__completion__method="greso")
     beta = refused(objective__advantage="rloo", pruning__prompt__score="beta")
-    assert "pruning.prompt.group_size_factor = 2: sizes follow score=fit, and pruning.prompt.score = beta" in beta
+    assert "pruning.prompt.group_size_factor = 2: group sizes need score=fit, but pruning.prompt.score = beta" in beta
     config = {"pruning": {"prompt": {"group_size_factor": 2.0}}, "objective": {"advantage": "rloo"}}
     trace, count = tmp_path / "trace.jsonl", {"num_prompts": 512, "set_sizes": {"": 512}, "ranks": 1}
     header = {"format": "dppo_megatron trace 1", **count, "features": "features.npz"}

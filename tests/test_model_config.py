@@ -384,8 +384,8 @@ def test_refused_by_name(case: str, models: dict[str, Path], tmp_path: Path) -> 
 TEXTS = {
     "list": ("[1, 2]", "holds [1, 2], expected an object"),
     "number": ("5", "holds 5, expected an object"),
-    "twice": ('{"hidden_size": 48, "hidden_size": 64}', 'the key "hidden_size" stands twice'),
-    "twice_inside": ('{"rope_parameters": {"factor": 1, "factor": 2}}', 'the key "factor" stands twice'),
+    "twice": ('{"hidden_size": 48, "hidden_size": 64}', 'the key "hidden_size" appears twice'),
+    "twice_inside": ('{"rope_parameters": {"factor": 1, "factor": 2}}', 'the key "factor" appears twice'),
     "deep": ("[" * 100_000, "nested too deeply"),
     "digits": ('{"hidden_size": ' + "9" * 5000 + "}", "is not valid JSON"),
     "empty": ("", "is not valid JSON"),

@@ -312,7 +312,9 @@ def test_a_step_needs_the_prompts_it_plans() -> None:
         Selector(selection_settings(_config()), 15)
     config = _config("none", "cppo")
     config.pruning.completion.allocation = True
-    with pytest.raises(UserError, match=r"pruning.completion.allocation makes 32, but the prompt set holds only 31"):
+    with pytest.raises(
+        UserError, match=r"pruning.completion.allocation raises to 32, but the prompt set holds only 31"
+    ):
         Selector(selection_settings(config), 31)
 
 
@@ -414,7 +416,7 @@ def test_the_job_counts_the_planned_prompts(tmp_path: Path) -> None:
     config = job_config(files, tmp_path / "run", **cppo, pruning__completion__rate=0.75)
     assert len(prepare_job(config, 1).train_prompts) == 48
     config.pruning.completion.allocation = True
-    with pytest.raises(UserError, match=r"allocation makes 64, but .*train.jsonl holds only 48 problems"):
+    with pytest.raises(UserError, match=r"allocation raises to 64, but .*train.jsonl holds only 48 problems"):
         prepare_job(config, 1)
 
 

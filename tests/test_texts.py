@@ -394,7 +394,7 @@ def test_paths_in_advice_are_one_word_of_a_shell(tmp_path: Path) -> None:
     run_dir.mkdir()
     run = Run.__new__(Run)
     run._directory = run_dir
-    advice = run._how_to_go_on().partition("or: ")[2]
+    advice = run._how_to_resume().partition("or: ")[2]
     with pytest.raises(UserError) as ended:
         Directory(run_dir).wait_for(1, 0.0, lambda _: True)
     serving = str(ended.value).partition("Start them with: ")[2]

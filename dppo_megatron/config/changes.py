@@ -34,18 +34,18 @@ def _free(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 FREE = tuple(_free(Config))
-"""Settings and sections that may differ, as the schema marks them. With another layout or packing results agree up to
-rounding, and with `pruning.completion.fill_slack` other completions are drawn, by the room of other micro-batches;
-other `steps` move what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
+"""Settings and sections that the schema marks as free to change. With another layout or packing, results agree up to
+rounding, except that `pruning.completion.fill_slack` draws other completions, because micro-batches have other room.
+Another `steps` shifts what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
 _METHODS = ("pruning.prompt.method", "pruning.completion.method")
-"""May never differ: the checkpoint holds the state of this very policy."""
+"""Settings that may never change: the checkpoint holds the state of these policies."""
 _ONLY_IF = {
     "model.hf_path": "model.hf_path only for a copy of the same model: weights come from the checkpoint",
     "data.train_": "data.train_* only for as many problems",
 }
-"""What a permission of such a setting does not bring."""
+"""Limits on what `checkpoint.may_change` can allow, by the start of the key."""
 
 
 def check_changes(config: Config, before: dict[str, Any], where: str) -> list[str]:
@@ -61,15 +61,15 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     from dppo_megatron.config.layers import RETIRED
 
     now = config_values(config)
-    if before == now:  # and building a Config of `before`, which takes 0.1 s, would say nothing else
+    if before == now:  # saves building a Config of `before`, 0.1 s
         return []
     allowed: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     old = config_values(config_from_values(before, where))
     scores = [values["pruning"]["prompt"]["score"] for values in (old, now)]
-    never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # its regressions are no other's
-    no_matter = ("observe", "actor.fp8_param")  # of what is gone: they shaped no draw
-    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, no_matter)}
+    never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # other scores cannot use fit's state
+    harmless = ("observe", "actor.fp8_param")  # retired settings that never influenced a draw
+    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, harmless)}
     lines = [(key, f"{key}: {value!r} -> no setting now") for key, value in gone.items() if value != RETIRED[key]]
     for key, line in sorted([*_differences(old, now), *lines]):
         may = key not in never and _under(key, (*FREE, *config.checkpoint.may_change))
@@ -81,7 +81,7 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
         if of_methods := [key for key, _ in refused if key in never]:
             how = (
                 "or begin a new run_dir (model.hf_path may be the old run's hf/): what was learned under another"
-                f" {' and '.join(of_methods)} cannot be taken over, permitted or not"
+                f" {' and '.join(of_methods)} cannot be taken over, whatever is permitted"
             )
         raise UserError(
             f"the run of {where} cannot be resumed with other settings: {'; '.join(line for _, line in refused)}."
@@ -137,10 +137,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
     Example: {"rollout": {"engine": "hf"}, "steps": 4} -> {"rollout.engine": "hf", "steps": 4}
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return result
 
 
 def _under(key: str, sections: Iterable[str]) -> bool:

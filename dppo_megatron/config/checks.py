@@ -22,10 +22,10 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
-"""What a config is for: a plan needs no data yet, an evaluation alone no training data, and grading no model either."""
+"""What a config is for: a plan needs no data yet, an evaluation needs no training data, and grading no model either."""
 
 _RECOMPUTED = ("core_attn", "mlp", "moe", "shared_experts", "moe_act", "layernorm")
-"""Megatron's names of what it can recompute; not mla_up_proj, as latent attention is this program's own."""
+"""What Megatron can recompute, by its names. Without its mla_up_proj: latent attention is this project's own code."""
 
 
 def check_values(config: Config, purpose: Purpose = "train") -> None:
@@ -54,7 +54,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
 
 
 def check_world_size(config: Config, world_size: int, *, plans: bool = False) -> None:
-    """Raise `UserError` unless `world_size` ranks can hold the layout; where that `plans`, the advice is a plan's."""
+    """Raise `UserError` unless `world_size` ranks can hold the layout. `plans`: advise for `plan`, not for torchrun."""
     layout = config.actor.layout
     tp, pp, cp = layout.tensor_parallel, layout.pipeline_parallel, layout.context_parallel
     etp, ep = layout.expert_tensor_parallel or tp, layout.expert_parallel
@@ -72,7 +72,7 @@ def check_world_size(config: Config, world_size: int, *, plans: bool = False) ->
 
 
 def check_run_dir(config: Config) -> None:
-    """Raise `UserError` unless `run_dir` can be written and holds no other run, and there is what it begins from."""
+    """Raise `UserError` unless `run_dir` can be written and holds no other run, and `checkpoint.resume` exists."""
     if not config.run_dir:
         raise UserError("run_dir is not set; give it in the config file or as run_dir=...")
     check_writable("run_dir", config.run_dir, directory=True)
@@ -84,7 +84,7 @@ def check_run_dir(config: Config) -> None:
         raise UserError(f"run_dir = '{shown(config.run_dir)}': {error.strerror}") from None
     resume = config.checkpoint.resume
     never = resume == "never"
-    # a run that has checkpoints of its own resumes from these, also when what it began from has been deleted
+    # a run with checkpoints of its own resumes from those, even if the checkpoint that it began from has been deleted
     if not (resume in ("auto", "never") or has_checkpoints or os.path.isdir(resume)):
         raise UserError(f"checkpoint.resume = '{shown(resume)}': must be auto, never or the directory of a checkpoint")
     if (never and (has_record or has_checkpoints)) or (has_record and not (used / "config.yaml").exists()):
@@ -105,28 +105,27 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 
 def _check_lean_optimizer(config: Config) -> None:
-    """Megatron cannot build its optimizer for the host over float32 parameters. Divided between host and device it
-    hangs in the first save, at parameters that are here on the one and on the next rank on the other, and after a load
-    Transformer Engine's step count stands still. With fewer bits its optimizer has further conditions, and fails in the
-    middle of building it."""
+    """Refuse here what Megatron's offloaded or 16-bit optimizer would fail at only while it is built, or later."""
     optimizer, usual = config.actor.optimizer, OptimizerConfig()
     for key in ("cpu_offload", "moments_dtype", "main_params_dtype"):
         if (value := getattr(optimizer, key)) == getattr(usual, key):
             continue
         setting = f"actor.optimizer.{key} = {value}"
+        # The first save hangs at parameters that one rank has on the host and the next on the device, and after a load
+        # Transformer Engine's step count no longer advances.
         if 0 < optimizer.cpu_offload < 1:
-            raise UserError(f"{setting}: with a part of it on the host a run cannot be saved or resumed; use 1, or 0")
+            raise UserError(f"{setting}: partly offloaded, a run cannot be saved or resumed; use 1, or 0")
         if not optimizer.distributed:
             raise UserError(f"{setting} needs actor.optimizer.distributed = true")
-        if config.model.dtype != "bfloat16":
+        if config.model.dtype != "bfloat16":  # Megatron cannot build the offloaded optimizer over float32 parameters
             raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}")
         if key == "cpu_offload":
             continue
         if optimizer.cpu_offload:
-            raise UserError(f"{setting}: with actor.optimizer.cpu_offload the host's state is float32")
+            raise UserError(f"{setting}: with actor.optimizer.cpu_offload the optimizer's state is float32")
         if config.actor.offload != "none" and config.rollout.servers.colocate:
             raise UserError(
-                f"{setting} has scales on the device and cannot be written from the host; with"
+                f"{setting} keeps scales on the device, so that checkpoints cannot be written from the host; with"
                 " rollout.servers.colocate set actor.offload = none or keep the optimizer in float32"
             )
 
@@ -135,20 +134,19 @@ def _check_actor(config: Config) -> None:
     actor = config.actor
     if actor.lora.rank and config.objective.kl.reference_path:
         raise UserError(
-            "objective.kl.reference_path: with actor.lora the reference is the model without its adapters, or what SFT"
-            " made of them; leave it empty"
+            "objective.kl.reference_path: with actor.lora the reference is the model without adapters, or with those of"
+            " SFT; leave it empty"
         )
     rollout, drafting = config.rollout, config.rollout.speculation.method
     if actor.routing_replay == "engine" and drafting != "none":
         raise UserError(
-            f"actor.routing_replay = engine with rollout.speculation.method = {drafting}: nobody has checked that the"
-            " experts of rejected drafts are left out; replay the actor's own with actor.routing_replay = actor"
+            f"actor.routing_replay = engine with rollout.speculation.method = {drafting}: it is untested whether the"
+            " experts of rejected drafts are left out; use actor.routing_replay = actor"
         )
-    goes_on = rollout.engine == "sglang" and rollout.async_steps and rollout.sync.in_flight == "continue"
-    if actor.routing_replay == "engine" and goes_on:
+    if actor.routing_replay == "engine" and rollout.engine == "sglang" and rollout.pauses_requests:
         raise UserError(
-            "actor.routing_replay = engine with rollout.sync.in_flight = continue: what goes on through a sync SGLang"
-            " reads again, and its experts are then of other weights; replay the actor's with routing_replay = actor"
+            "actor.routing_replay = engine with rollout.sync.in_flight = continue: SGLang prefills requests again that"
+            " continue after a sync, so their experts are those of other weights; use actor.routing_replay = actor"
         )
     if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(
@@ -156,12 +154,12 @@ def _check_actor(config: Config) -> None:
         )
     if actor.overlap_param_gather and not (actor.overlap_grad_reduce and actor.optimizer.distributed):
         raise UserError(
-            "actor.overlap_param_gather = true needs actor.overlap_grad_reduce = true, which makes the buckets that are"
-            " gathered, and actor.optimizer.distributed = true"
+            "actor.overlap_param_gather = true needs actor.overlap_grad_reduce = true, whose buckets it gathers, and"
+            " actor.optimizer.distributed = true"
         )
     if actor.offload not in ("auto", "none") and not config.rollout.servers.colocate:
         raise UserError(
-            f"actor.offload = {actor.offload} has no effect while rollout.servers.colocate = false: nobody else uses"
+            f"actor.offload = {actor.offload} has no effect while rollout.servers.colocate = false: nothing else uses"
             " the device while servers generate"
         )
     if actor.fp8 == "off":
@@ -173,25 +171,25 @@ def _check_actor(config: Config) -> None:
     if config.model.dtype != "bfloat16":
         raise UserError(f"actor.fp8 = {actor.fp8} needs model.dtype = bfloat16, not {config.model.dtype}")
     if actor.fp8 == "delayed" and actor.fp8_bf16_layers:
-        raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed: its scales are kept over all layers")
+        raise UserError("actor.fp8_bf16_layers does not work with fp8 = delayed, whose scales are kept over all layers")
 
 
 def _check_pipeline(actor: ActorConfig) -> None:
-    """What Megatron looks at in the first update."""
+    """Refuse what Megatron would refuse only in the first update."""
     group, layout = actor.megatron.get(INTERLEAVED_GROUP), actor.layout
     if actor.megatron.get("overlap_p2p_comm") and layout.pipeline_parallel > 1:
         if layout.virtual_pipeline == 1:
             raise UserError("actor.megatron.overlap_p2p_comm = true needs actor.layout.virtual_pipeline above 1")
         if actor.megatron.get("batch_p2p_comm"):
             raise UserError("actor.megatron.overlap_p2p_comm = true excludes batch_p2p_comm = true: choose one")
-    said = f"actor.megatron.{INTERLEAVED_GROUP} = {group}"
     if group is None:
         return
+    setting = f"actor.megatron.{INTERLEAVED_GROUP} = {group}"
     if layout.virtual_pipeline == 1:
-        raise UserError(f"{said} has no effect while actor.layout.virtual_pipeline = 1")
+        raise UserError(f"{setting} has no effect while actor.layout.virtual_pipeline = 1")
     if type(group) is not int or group < layout.pipeline_parallel:
         raise UserError(
-            f"{said}: must be a whole number from actor.layout.pipeline_parallel = {layout.pipeline_parallel}"
+            f"{setting}: must be a whole number, at least actor.layout.pipeline_parallel = {layout.pipeline_parallel}"
         )
 
 
@@ -202,20 +200,21 @@ def _check_lora(lora: LoraConfig) -> None:
 
 
 def _check_quantization(config: Config, purpose: Purpose) -> None:
-    given, objective = f"rollout.quantization = {config.rollout.quantization}", config.objective
+    setting, objective = f"rollout.quantization = {config.rollout.quantization}", config.objective
     if config.rollout.quantization == "off":
         return
     if config.model.dtype != "bfloat16":
-        raise UserError(f"{given} needs model.dtype = bfloat16, not {config.model.dtype}: engines compute in it")
+        raise UserError(f"{setting} needs model.dtype = bfloat16, not {config.model.dtype}: engines compute in it")
     if purpose in ("train", "plan") and objective.correction.level == "none" and objective.loss != "divergence_tv":
         raise UserError(
-            f"{given}: completions are sampled from a rounded policy, and objective.correction.level = none would train"
-            " on them as if they were the actor's; set objective.correction.level=token (truncated importance sampling)"
+            f"{setting}: completions are sampled from a rounded policy, and objective.correction.level = none would"
+            " train on them as if they were the actor's; set objective.correction.level=token (truncated importance"
+            " sampling)"
         )
 
 
 def _check_files(config: Config, purpose: Purpose) -> None:
-    """What `purpose` needs is given, exists and fits."""
+    """Raise `UserError` unless everything that `purpose` needs is set and exists, and the longest sequence fits."""
     trains = purpose == "train"
     required: dict[str, object] = {"model.hf_path": config.model.hf_path}
     if trains:

@@ -37,28 +37,28 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Raises UserError for what is no condition."""
+        """Raises UserError if `text` is not a condition."""
         match = _FORM.fullmatch(text)
         operator, value = (match[2], match[3]) if match else ("", "")
         listed = value.startswith("[") and value.endswith("]")
-        parts = _PART.findall(value[1:-1])[:-1] if listed else [value]  # the last match is the empty end
+        parts = _PART.findall(value[1:-1])[:-1] if listed else [value]  # the last match is empty, at the end
         if match is None or listed != operator.endswith("in") or not parts or not all(parts):
             raise UserError(
-                f"'{text}' is no condition on a field; expected FIELD OPERATOR VALUE with blanks between them, as"
-                " 'type != proof', 'solve_rate >= 0.1' or 'type in [number, expression]'"
+                f"'{text}' is not a condition on a field; expected FIELD OPERATOR VALUE with spaces between them, such"
+                " as 'type != proof', 'solve_rate >= 0.1' or 'type in [number, expression]'"
             )
         if operator in _ORDER and _number(value) is None:
-            raise UserError(f"'{text}': {operator} compares numbers, and '{value}' is none")
+            raise UserError(f"'{text}': {operator} compares numbers, and '{value}' is not one")
         return cls(match[1], {"=": "=="}.get(operator, operator), tuple(_QUOTED.sub(r"\2", part) for part in parts))
 
     def holds(self, value: Any) -> bool:
-        """Whether a field with this value meets it; None or NaN: the row does not have the field."""
-        value = None if isinstance(value, (float, Decimal)) and math.isnan(value) else value  # how pandas writes it
+        """Whether a field with this value meets the condition; None or NaN: the row does not have the field."""
+        value = None if isinstance(value, (float, Decimal)) and math.isnan(value) else value  # pandas' missing value
         if self.operator in _ORDER:
             number, bound = _number(value), _number(self.values[0])
             return number is not None and bound is not None and _ORDER[self.operator](number, bound)
-        found = any(_is(value, wanted) for wanted in self.values)
-        return found != (self.operator in ("!=", "not in"))
+        is_listed = any(_is(value, wanted) for wanted in self.values)
+        return is_listed != (self.operator in ("!=", "not in"))
 
 
 def _is(value: Any, wanted: str) -> bool:

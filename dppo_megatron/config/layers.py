@@ -1,8 +1,8 @@
-"""Settings of files and of the command line, laid over one another by OmegaConf into a `Config`.
+"""Merges the settings of files and of the command line into a `Config`, with OmegaConf.
 
-OmegaConf knows the schema: names, choices, what may be null, merging and references. It also converts ('5' to 5, 5 to
-'5', 'on' to true) and forgets lines, so each layer is read here first: a value must have the type of its setting, and
-every key is remembered with its place. An error of OmegaConf's names a key, and the message is made of that place.
+OmegaConf knows the schema: names, choices, what may be null, merging and references. But it also converts values ('5'
+to 5, 5 to '5', 'on' to true) and keeps no line numbers. So each layer is read here first: a value must have the type of
+its setting, and the place of every key is kept. When OmegaConf reports an error for a key, the message names its place.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ RETIRED: dict[str, Any] = {
     "observe.samples.fixed_share": 0.0,
     "observe.tracking.sample_rows": 16,
 }
-"""Settings that are gone, and their default, which the files of older runs hold and which is passed over; of what a run
-has saved, any value is. Elsewhere another value is an unknown key; docs/other_names.txt says what to do."""
+"""Settings that no longer exist, with their former defaults, which files of older versions contain: the default is
+ignored everywhere, and any value in what a run has saved. Elsewhere another value is an unknown key, for which
+docs/other_names.txt has advice."""
 
 _PART = re.compile(r'"([^"]+)"|\'([^\']+)\'|([^."\'=]+)')
 
@@ -68,14 +69,14 @@ class Layer:
 
     def __init__(self, source: Source, node: Node, above: Sequence[str] = (), *, replaces: bool = False) -> None:
         """Args:
-        above: the names of the section or setting that `node` is; empty: of the whole configuration.
-        replaces: a mapping of names in it replaces the one that there is.
+        above: the key of the section or setting that `node` holds, split at its dots; empty: the whole configuration.
+        replaces: a mapping of names in it replaces that of the layers below instead of adding to it.
         """
         self._source = source
         self.at: dict[str, tuple[Node, Node, Any]] = {}
-        """The node of each key, that of its value, and its type."""
+        """For each dotted key: its node, the node of its value, and the type of the setting."""
         self.emptied: list[tuple[str, ...]] = []
-        """Mappings of which nothing from layers below remains."""
+        """Mappings of which all entries from layers below are dropped."""
         hint: Any = Config
         for name in above:
             hint = inside(hint, name)
@@ -101,9 +102,9 @@ class Layer:
         return unknown_key(self.where(key), key, under[:20], section, texts)
 
     def refuse(self, key: str, wanted: str = "", more: str = "") -> UserError:
-        """The error for the value of `key`, which is not of its type unless `wanted` has another reason."""
-        if key not in self.at:  # a name that OmegaConf spells in another way
-            return UserError(f"{self._source.name}: {key}: {wanted or 'is not of its type'}")
+        """The error for the value of `key`: `wanted`, or by default that it has the wrong type."""
+        if key not in self.at:  # OmegaConf writes some keys in another way
+            return UserError(f"{self._source.name}: {key}: {wanted or 'has the wrong type'}")
         _, node, hint = self.at[key]
         if is_dataclass(hint):
             what = f"'{key}' is a section of settings, not a value" if key else "expected settings"
@@ -111,7 +112,7 @@ class Layer:
         return UserError(f"{self.where(key)}: {key} = {shown(node)}: {wanted or _wanted(key, hint, node)}{more}")
 
     def _value(self, at: Node, node: Node, hint: Any, path: tuple[str, ...]) -> Any:
-        """`node` as OmegaConf is given it."""
+        """The value of `node` in the form that OmegaConf takes. Raises `UserError` if it has the wrong type."""
         key = ".".join(path).replace(".[", "[")
         hint = _without_none(hint)
         self.at[key] = at, node, hint
@@ -145,7 +146,7 @@ class Layer:
         if isinstance(value, float) and not math.isfinite(value):
             raise self.refuse(key, "must be a finite number")
         if value is None and is_dataclass(hint) and not node.value and self._source.has_lines:
-            return {}  # every line under the section's name is a comment
+            return {}  # a section in a file that holds only comments
         if hint is float and type(value) is int:
             return float(value)
         if isinstance(value, str):
@@ -163,13 +164,13 @@ class Layer:
 def merged(
     documents: Sequence[tuple[Source, Node]], overrides: Sequence[str] = (), *, keep_references: bool = False
 ) -> Config:
-    """The configuration that the documents make, each over those before it, and settings of the command line over all.
+    """The configuration from the documents, later ones overriding earlier ones and `overrides` all of them.
 
     Args:
         keep_references: leave references to the environment as written, for settings that are only compared.
 
     Raises:
-        UserError: a setting that is unknown, or of a wrong type, or refers to what is not there.
+        UserError: a setting is unknown, has the wrong type, or refers to something that does not exist.
     """
     layers = [*(Layer(*document) for document in documents), *map(read_setting, overrides)]
     config = deepcopy(_defaults())
@@ -180,21 +181,22 @@ def merged(
         built = cast(Config, OmegaConf.to_object(config))
     except OmegaConfBaseException as error:
         key, value = error.full_key or "", repr(error.value)[:80]
-        came_to = "" if r"\x00" in value else f"; the reference comes to {value}"
-        raise _last(layers, key).refuse(key, more=came_to) from None
+        resolved = "" if r"\x00" in value else f"; the reference is {value}"  # a NUL marks a value of the environment
+        raise _last(layers, key).refuse(key, more=resolved) from None
     except RecursionError:
-        raise UserError("references to settings that refer to others in turn: nested too deeply") from None
+        raise UserError("references to settings, which refer to others in turn, are nested too deeply") from None
     _fill_in(built, "", layers, keep_references)
     return built
 
 
 @cache
 def _defaults() -> DictConfig:
-    """What every configuration begins from. A copy takes 16 ms, making it from the classes 50."""
+    """All defaults. Cached because copying them takes 16 ms, and building them from the classes 50 ms."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
 def _lay_over(config: DictConfig, layer: Layer) -> None:
+    """Merge `layer` into `config`. Raises `UserError` that names the layer's file and line."""
     for *above, name in layer.emptied:
         section: Any = config
         for part in above:
@@ -215,31 +217,30 @@ def _last(layers: Sequence[Layer], key: str) -> Layer:
 
 
 def _check_references(values: Any, layers: Sequence[Layer]) -> None:
-    """Raise UserError for a reference to no setting, to a section, or in a circle."""
+    """Raise UserError for a reference to a section or to no setting at all, and for references that form a cycle."""
     refers = {key: references(text) for key, text, _ in leaves(values) if "${" in str(text)}
     for key, names in refers.items():
         for name in names:
-            found = values
+            target = values
             for part in name.split("."):
-                found = found.get(part) if isinstance(found, dict) else None
-            if found is None or isinstance(found, dict | list):
-                wrong = f"there is no setting '{name}'" if found is None else f"'{name}' is not a single value"
+                target = target.get(part) if isinstance(target, dict) else None
+            if target is None or isinstance(target, dict | list):
+                wrong = f"there is no setting '{name}'" if target is None else f"'{name}' is not a single value"
                 raise _last(layers, key).refuse(key, wrong)
     try:
         TopologicalSorter(refers).prepare()
     except CycleError as error:
-        circle = error.args[1][::-1]  # it lists what is referred to first
-        back = f"the reference comes back to itself: {' -> '.join(circle)}"
-        raise _last(layers, circle[0]).refuse(circle[0], back) from None
+        cycle = error.args[1][::-1]  # graphlib lists the setting that is referred to before the one that refers to it
+        raise _last(layers, cycle[0]).refuse(cycle[0], f"the references form a cycle: {' -> '.join(cycle)}") from None
 
 
 def _fill_in(section: Any, prefix: str, layers: Sequence[Layer], keep_references: bool) -> None:
-    """Put what the environment holds into the texts of a section, a mapping or a list."""
+    """Replace references to the environment in the texts of a section, a mapping or a list, in place."""
     named: Any = vars(section) if is_dataclass(section) else section
     for name, value in enumerate(named) if isinstance(named, list) else list(named.items()):
         key = f"{prefix}[{name}]" if isinstance(named, list) else f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, str):  # of a class of OmegaConf's own where it was ???
-            try:
+        if isinstance(value, str):
+            try:  # str(value): a text that was ??? has a class of OmegaConf's own
                 named[name] = from_environment(str(value), key, keep=keep_references)
             except ValueError as error:
                 raise _last(layers, key).refuse(key, str(error)) from None
@@ -264,33 +265,34 @@ def _without_none(hint: Any) -> Any:
 
 
 def _refers(value: Any, form: type) -> bool:
+    """Whether a text is a reference, to a setting or (with a NUL) to the environment, that may have the type `form`."""
     return isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
 
 
 def _wanted(key: str, hint: Any, node: Node) -> str:
-    """What the value of `key`, of type `hint`, must be, which `node` is not."""
+    """What the value of `key` must be, by its type `hint`; `node` is something else."""
     hint = _without_none(hint)
     form = get_origin(hint) or hint
     wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
-    if form is Literal and (said := meant(key, str(node.value), get_args(hint))):
-        wanted += f"; {said}"
+    if form is Literal and (advice := meant(key, str(node.value), get_args(hint))):
+        wanted += f"; {advice}"
     if not isinstance(node, ScalarNode):
         return wanted
     if node.tag == "null":
-        return f"{wanted}; there is nothing to take null for"
+        return f"{wanted}, not null"
     if form is int and node.tag == DOUBTFUL:
         return f"{wanted} in plain decimal digits"
     return {list: f"{wanted}: [{shown(node)}]", str: f"{wanted}; write it in quotes: '{node.value}'"}.get(form, wanted)
 
 
 def read_setting(item: str) -> Layer:
-    """What one `key=value` gives: a dotted key, and a value by the type that the key has. Raises UserError.
+    """The layer of one `key=value` of the command line; the type of the key decides how the value is read.
 
     A text setting takes everything after the `=` literally, so that nothing in a path is read as YAML (OmegaConf's
-    dotlists would read all of it); quotes around it are removed. Other settings are read as YAML: `steps=20`,
+    dotlists read all values as YAML); quotes around it are removed. Other settings are read as YAML: `steps=20`,
     `rollout.servers.gpus='["0,1", "2,3"]'`. A name with a dot or an equals sign is quoted:
     `data.eval_paths."math/500.v2"=rows.jsonl`. `key={}` and `key={a: b}` replace a whole mapping; `key.name=...` adds
-    one entry.
+    one entry. Raises UserError.
     """
     source = Source(f"override '{item if len(item) <= 200 else item[:200] + '...'}'", has_lines=False)
     names, text = _split(item)
@@ -300,7 +302,7 @@ def read_setting(item: str) -> Layer:
     literal = is_text and not quoted and text not in ("null", "~")
     node = text_node(text, source) if literal else parse(text, source)
     if node is None:
-        raise UserError(f"{source.name}: {'.'.join(names)} is given no value")
+        raise UserError(f"{source.name}: {'.'.join(names)} has no value")
     return Layer(source, node, names, replaces=True)
 
 
@@ -324,8 +326,8 @@ def _hint(names: list[str], source: Source) -> Any:
         within = inside(hint, name)
         if within is None and not is_dataclass(hint):
             quoted = f'{names[0]}.{names[1]}."{".".join(names[2:])}"' if number > 2 else ""
-            meant = f"; a name with a dot is quoted: {quoted}=..." if quoted else ""
-            raise UserError(f"{source.name}: '{'.'.join(names[:number])}' is a value, it has no '{name}'{meant}")
+            advice = f"; a name with a dot is quoted: {quoted}=..." if quoted else ""
+            raise UserError(f"{source.name}: '{'.'.join(names[:number])}' is a value, it has no '{name}'{advice}")
         if within is None:
             return None
         hint = within

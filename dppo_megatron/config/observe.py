@@ -1,4 +1,4 @@
-"""Settings of what a run leaves for people to look at. None of them changes what is trained."""
+"""Settings of what a run records for people to look at. None of them changes what is trained."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 @dataclass
 class SamplesConfig:
-    """The groups of each step in `samples/` of the run directory, as parquet (docs/run_directory.md)."""
+    """The groups of each step, written to `samples/` of the run directory as parquet (docs/run_directory.md)."""
 
     share: float = ranged(1.0, "[0, 1]")
-    """Share of a step's groups that is written, drawn anew for each step."""
+    """Share of a step's groups that is written, chosen at random in each step."""
     max_mb_per_step: float = ranged(16.0, "(0, 1e6]")
-    """Bound of a step's samples of all ranks together, before compression."""
+    """Most MB of samples in one step, over all ranks, before compression."""
     max_gb: float = ranged(2.0, "(0, 1e9]")
-    """Bound of `samples/` on the disk. The oldest steps go first; each rank has an equal part of it."""
+    """Most GB that `samples/` takes on disk, shared equally between ranks. The oldest steps are deleted first."""
 
 
 @dataclass
 class TrackingConfig:
-    """What all trackers of `observe.trackers` are told (docs/observe.md). Credentials come from the environment."""
+    """What is sent to the trackers of `observe.trackers` (docs/observe.md). Credentials come from the environment."""
 
     project: str = "dppo-megatron"
     """Project (wandb, trackio) or experiment (mlflow)."""
@@ -39,11 +39,11 @@ class TrackingConfig:
     """Tags of the run, as plain words."""
     offline: bool = False
     """Nothing leaves the machine: wandb and mlflow write to the run directory, for `wandb sync` or a later import.
-    tensorboard always does, trackio unless its environment names a server."""
+    tensorboard always does, and trackio does unless its environment names a server."""
     samples_every: int = ranged(10, COUNT)
-    """Send a table of 16 samples at every so many-th step; 0: never."""
+    """Send a table of 16 samples every this many steps; 0: never."""
     drain_s: float = ranged(60.0, SECONDS)
-    """How long the end of a run waits for a tracker that is behind."""
+    """How long the end of a run waits for a tracker that has not yet sent everything."""
 
 
 @dataclass
@@ -51,35 +51,34 @@ class ObserveConfig:
     page = "observe.md"
     free_at_resume = True
     samples: SamplesConfig = field(default_factory=SamplesConfig)
-    """Prompts, completions and what became of them."""
+    """Prompts and completions with their rewards and selection."""
     trace_max_gb: float = ranged(2.0, "(0, 1e9]")
-    """Bound of `trace.jsonl` on the disk; when it is full its older half goes. 512 x 16 rollouts have 0.18 MB."""
+    """Most GB of `trace.jsonl` on disk; then its older half is removed. 512 x 16 rollouts take 0.18 MB."""
     noise_scale_every_steps: int = ranged(32, COUNT)
-    """Every so many steps the gradient of a random half of an update's prompts is taken too, which costs about one more
-    update: with it the log can say how many prompts a step should have. 0: never. Not with
-    actor.fp8 = delayed, whose scales it would move."""
+    """Every this many steps, also compute the gradient of a random half of an update's prompts (about one more update),
+    to log how many prompts a step should have. 0: never. Not with actor.fp8=delayed, whose scales would change."""
     trackers: list[TrackerName] = field(default_factory=list)
-    """Where metrics go beside the run directory: any of tensorboard, wandb, mlflow, trackio."""
+    """Where metrics go besides the run directory: any of tensorboard, wandb, mlflow, trackio."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """What those trackers are told."""
+    """What is sent to those trackers."""
     timeline: int = ranged(0, COUNT)
-    """Write `timeline/` (docs/observe.md) for this many steps from the start or a resume on. 0: for none."""
+    """Write `timeline/` (docs/observe.md) for this many steps after a start or a resume. 0: none."""
     timeline_every: int = ranged(0, COUNT)
-    """And for every so many-th step, so that a long run has a late one too. 0: for none."""
+    """Write `timeline/` for every this many-th step too, so that a long run has late ones. 0: none."""
     profile_steps: list[int] = ranged([], "[1, 1e9]")
     """Steps that torch's profiler records, in `profile/`. It slows them down."""
     profile_ranks: list[int] = ranged([0], "[0, 1e6]")
-    """Ranks that it runs on; empty: all. A rank's file of one step can have a hundred MB."""
+    """Ranks that the profiler runs on; empty: all. One rank's file for one step can be a hundred MB."""
 
 
 def check_observe(observe: ObserveConfig) -> None:
-    """Raise `UserError` for a tracker that is not installed, named twice, or would ask for a login in mid-run."""
+    """Raise `UserError` for a tracker that is named twice, is not installed, or would prompt for a login mid-run."""
     if len(set(observe.trackers)) < len(observe.trackers):
         raise UserError(f"observe.trackers = {observe.trackers}: one is named twice")
     for name in observe.trackers:
         package = "mlflow-skinny" if name == "mlflow" else name
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # a directory ./wandb of earlier runs looks like a package without code
+        if spec is None or spec.origin is None:  # a ./wandb directory of earlier runs is found as a namespace package
             raise UserError(
                 f"observe.trackers: {name} needs the package {package}, which is not installed;"
                 f" pip install {package}, or 'dppo-megatron[trackers]' for all of them"
@@ -88,13 +87,13 @@ def check_observe(observe: ObserveConfig) -> None:
         raise UserError("observe.tracking.project is empty; give it a name, such as dppo-megatron")
     if "wandb" in observe.trackers and not observe.tracking.offline and not _can_log_in_to_wandb():
         raise UserError(
-            "observe.trackers: wandb has no credentials: set WANDB_API_KEY, or run `wandb login` once, or keep to this"
-            " machine with observe.tracking.offline=true"
+            "observe.trackers: wandb has no credentials: set WANDB_API_KEY, or run `wandb login` once, or stay offline"
+            " with observe.tracking.offline=true"
         )
 
 
 def _can_log_in_to_wandb() -> bool:
-    """Without asking the network, and without wandb's own question on a terminal."""
+    """Whether credentials are configured. Uses neither the network nor wandb, which could prompt on the terminal."""
     environment = os.environ
     if environment.get("WANDB_MODE", "online") != "online":
         return True

@@ -1,7 +1,7 @@
-"""What others call our settings and their values, from the tables of docs/migrating.md and docs/other_names.txt.
+"""Other trainers' names for settings and values, from the tables of docs/migrating.md and docs/other_names.txt.
 
-A name has a row of its own or a pattern's; a value has one as `setting=value`. A wrong hint is worse than none: most
-methods have names of four letters, of which GRPO, GSPO and DAPO differ in one or two.
+The row of a name may be a pattern; that of a value is `setting=value`. A wrong hint is worse than none: most methods
+have names of four letters, and those of GRPO, GSPO and DAPO differ in one or two.
 """
 
 from __future__ import annotations
@@ -20,36 +20,40 @@ _ROW = re.compile(r"^\| (`.+?`) \| (?:`(.+?)`|(none)|\[not supported\]\(scope\.m
 
 @cache
 def other_names() -> dict[str, str]:
-    """Keys of verl's and NeMo-RL's (dotted), TRL's, slime's and OpenRLHF's, patterns of them with `*`, and values as
-    `setting=value`, among these -> what to say: our setting and what else to know, or that there is none and why. In
-    the order of the files. `name=false` is a switch of theirs that is not off by leaving ours out."""
+    """Advice for each name of another trainer: this project's setting and a note, or why there is none.
+
+    Names are keys of verl and NeMo-RL (dotted), TRL, slime and OpenRLHF, patterns of such keys with `*`, and
+    `setting=value`; in the order of the files. `name=false` is for a switch whose false needs a setting here too.
+    """
     files = [shipped("docs", name) for name in ("migrating.md", "other_names.txt")]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for theirs, ours, none, note in _ROW.findall("".join(one.read_text("utf-8") for one in files if one.is_file())):
         if ours:
-            said = f"here it is {ours} ({note})" if note else f"here it is {ours}"
+            advice = f"here it is {ours} ({note})" if note else f"here it is {ours}"
         else:
-            said = f"no setting here: {note}" if none else f"not supported: {note} (docs/scope.md)"
-        found |= dict.fromkeys(re.findall(r"`([^`]+)`", theirs), said)
-    return found
+            advice = f"no setting here: {note}" if none else f"not supported: {note} (docs/scope.md)"
+        names |= dict.fromkeys(re.findall(r"`([^`]+)`", theirs), advice)
+    return names
 
 
 def other_name(key: str, value: str = "") -> str:
-    """What `other_names` has to say about a key as it is given there; empty: nothing. A whole name goes before a
-    pattern, an earlier pattern before a later one; a last part alone (clip_ratio_high) is enough
-    where it means one thing. A switch that `value` turns off is not answered with what turns it on."""
+    """The advice of `other_names` for another trainer's key, as the user wrote it; empty: none.
+
+    An exact name goes before a pattern, an earlier pattern before a later one. The last part alone (clip_ratio_high) is
+    enough if it has one meaning. For a switch that `value` turns off, the advice is not how to turn it on.
+    """
     names, plain = other_names(), key.lstrip("+~-").replace("-", "_").lower()
-    if value.lower() in _OFF and (said := names.get(f"{plain}=false") or _off(other_name(key))):
-        return said
-    found = names.get(plain) or next((said for name, said in names.items() if "*" in name and fnmatch(plain, name)), "")
-    if found or "_" not in plain or "." in plain:
-        return found
-    ending = {said for name, said in names.items() if name.endswith(f".{plain}") and "*" not in name}
-    return ending.pop() if len(ending) == 1 else ""
+    if value.lower() in _OFF and (advice := names.get(f"{plain}=false") or _off(other_name(key))):
+        return advice
+    advice = names.get(plain) or next((names[name] for name in names if "*" in name and fnmatch(plain, name)), "")
+    if advice or "_" not in plain or "." in plain:
+        return advice
+    by_last_part = {advice for name, advice in names.items() if name.endswith(f".{plain}") and "*" not in name}
+    return by_last_part.pop() if len(by_last_part) == 1 else ""
 
 
 def _off(on: str) -> str:
-    """What to say of a switch that is off, where `on` is the answer to its name; empty: `on` is about false too."""
+    """The advice for a switch that is off; `on` is that for its name. Empty: `on` covers false too."""
     ours = on.removeprefix("here it is ")
     if ours != on and "=" in ours.partition(" ")[0]:
         return f"off there: leave it out (on, it is {ours})"
@@ -57,17 +61,17 @@ def _off(on: str) -> str:
 
 
 def meant(key: str, value: str, known: Iterable[str]) -> str:
-    """What `value`, which is no choice of `key`, was meant to be: another trainer's word, else one of `known` that is
-    very close; empty: neither. At difflib's own cutoff of 0.6 'grpo' would be 'gspo', which is another loss."""
-    general = re.sub(r"^data\.(?:train|eval)_sets\.[^.]+\.", "data.", key)  # rows have what a set's own replaces
-    if said := other_names().get(f"{general}={value.replace('-', '_').lower()}"):
-        return said
-    close = closest(value, list(known), 0.8)
+    """A hint at what `value`, which is not a choice of `key`, was meant to be: the advice for another trainer's word,
+    else the very similar one of `known`; empty: neither."""
+    general = re.sub(r"^data\.(?:train|eval)_sets\.[^.]+\.", "data.", key)  # the tables have the settings of `data`
+    if advice := other_names().get(f"{general}={value.replace('-', '_').lower()}"):
+        return advice
+    close = closest(value, list(known), 0.8)  # at difflib's default of 0.6 'grpo' would become 'gspo', another loss
     return f"did you mean '{close}'?" if close else ""
 
 
 def closest(word: str, known: list[str], cutoff: float) -> str:
-    """The one of `known` most like `word`; else one of the same letters: two that change places leave 'gpso' 0.75 like
-    'gspo', as 'grpo' is. Empty: none."""
+    """The one of `known` most similar to `word`; else one with the same letters, as two swapped ones leave a similarity
+    of only 0.75 ('gpso' to 'gspo', the same as 'grpo' has). Empty: none."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return next(iter([*close, *(one for one in known if sorted(one) == sorted(word))]), "")

@@ -1,6 +1,6 @@
-"""Where what comes with the package is, and checks that a path can be read or written, before any work is done.
+"""Where the package's own files are, and checks that a path can be read or written, before any work is done.
 
-Errors name the setting. An output directory is tested by writing to it: permissions say nothing about a full or
+Errors name the setting. An output directory is tested by writing to it, because permissions do not show a full or
 read-only disk. Nothing is left behind.
 """
 
@@ -26,7 +26,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def shipped(*parts: str) -> Path:
-    """A file of configs/ or examples/, or a table in docs/: beside the package, in a wheel inside it (setup.py).
+    """A file of configs/ or examples/, or a table in docs/: beside the package in a checkout, inside it in a wheel.
 
     Example: `shipped("configs", "quickstart.yaml")`.
     """
@@ -35,23 +35,23 @@ def shipped(*parts: str) -> Path:
 
 
 def with_paths(text: str) -> str:
-    """In a checkout docs/ is where everybody looks for it; of a wheel's pages a message has the whole paths."""
+    """`text`, where each docs/page.md becomes an absolute path if the package is installed from a wheel."""
     docs = shipped("docs")
     if docs.parent == _PACKAGE.parent:
         return text
-    return re.sub(r"(?<![\w/.-])docs/(?=\w+\.md)", lambda _: f"{docs}/", text)  # not the end of a user's path
+    return re.sub(r"(?<![\w/.-])docs/(?=\w+\.md)", lambda _: f"{docs}/", text)  # but not as the end of a user's path
 
 
 def shipped_config(name: str) -> Path | None:
     """The shipped config of this name: `h100/qwen3_8b_8gpus_dppo`, `quickstart.yaml`, `configs/quickstart.yaml`."""
     plain = Path(name.removeprefix("configs/").removesuffix(".yaml") + ".yaml")
-    found = shipped("configs") / plain
-    # os.path's, which is False for a name that is too long
-    return found if not plain.is_absolute() and ".." not in plain.parts and os.path.isfile(found) else None
+    path = shipped("configs") / plain
+    # os.path.isfile: Path.is_file raises for a name that is too long
+    return path if not plain.is_absolute() and ".." not in plain.parts and os.path.isfile(path) else None
 
 
 def nearest_config(name: str) -> str:
-    """The name of the shipped config that `name` may have meant, else how to see them; for an error message."""
+    """A hint for an error message: the shipped config that `name` may have meant, else how to see all of them."""
     folder = shipped("configs")
     known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
     close = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), known, n=1)
@@ -59,28 +59,29 @@ def nearest_config(name: str) -> str:
 
 
 def working_directory(where: str | Path) -> str:
-    """What relative paths in a file or checkpoint of a run are relative to: the directory in which its trainer was
-    started. Empty if that is this one or is not known, and for what is no run's."""
+    """The directory in which the trainer of a run was started, from which relative paths in the run's files start.
+    `where`: a file or checkpoint of the run. Empty if that is the present one, is unknown, or `where` is of no run."""
     return _working_directory(where)[0]
 
 
 def import_as_in(where: str) -> None:
-    """Let the user's own modules be found where the run at `where` found them, after all that is installed. Not for
-    another user's run: he would choose a directory whose modules this user then imports."""
+    """Find the user's own modules where the run at `where` found them; installed ones go first. Not for another user's
+    run, whose file would then decide which modules this user imports."""
     base, owner = _working_directory(where)
     if base and owner == os.geteuid() and base not in sys.path:
         sys.path.append(base)
 
 
 def _working_directory(where: str | Path) -> tuple[str, int]:
-    """And the user who says so."""
+    """`working_directory`, and the owner of the run.json that names it."""
     try:
         path = Path(where).resolve(strict=True)
         run = next(one for one in (path, *path.parents[:3]) if (one / "run.json").is_file())
         with open(run / "run.json", encoding="utf-8") as file:
             began, owner = json.load(file), os.fstat(file.fileno()).st_uid
         base, inside = os.path.normpath(run / began["working_dir"]), Path(began.get("directory", "..")).parts
-        if inside and inside[0] != ".." and run.parts[-len(inside) :] == inside:  # both may have been moved together
+        # A run directory below the working directory: both may have been moved together.
+        if inside and inside[0] != ".." and run.parts[-len(inside) :] == inside:
             base = str(run.parents[len(inside) - 1])
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, StopIteration):
         return "", -1
@@ -88,7 +89,7 @@ def _working_directory(where: str | Path) -> tuple[str, int]:
 
 
 def check_file(key: str, path: str) -> None:
-    """Raise `UserError` unless there is a file that can be opened. `key` names the setting or option."""
+    """Raise `UserError` unless `path` is a file that can be opened. `key` is the setting or option, for the message."""
     check_path(key, path, "file")
     try:
         with open(path, "rb"):
@@ -98,7 +99,7 @@ def check_file(key: str, path: str) -> None:
 
 
 def check_path(key: str, path: str, wanted: Literal["file", "directory", "either"]) -> None:
-    """Raise `UserError` unless there is what is wanted: a pipe can be read only once, and may never end."""
+    """Raise `UserError` unless `path` is what is wanted. Pipes and devices are refused: they may never end."""
     what, setting = "directory" if wanted == "directory" else "file", f"{key} = '{shown(path)}'"
     try:
         mode = os.stat(path).st_mode
@@ -106,13 +107,13 @@ def check_path(key: str, path: str, wanted: Literal["file", "directory", "either
         raise UserError(f"{setting}: no such {what} (working directory: {Path.cwd()})") from None
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL
         raise UserError(f"{setting}: cannot be read: {_reason(error)}") from None
-    found = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or a pipe"
-    if found not in ("file", "directory") or wanted not in (found, "either"):
-        raise UserError(f"{setting}: is a {found}, not a {what}")
+    kind = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device or a pipe"
+    if kind not in ("file", "directory") or wanted not in (kind, "either"):
+        raise UserError(f"{setting}: is a {kind}, not a {what}")
 
 
 def check_model(path: str, key: str = "model.hf_path") -> None:
-    """Raise `UserError` unless the setting names a directory; the message says where a model is to be had."""
+    """Raise `UserError` unless `path` is a directory; the message says how to get the model."""
     try:
         check_path(key, path, "directory")
     except UserError as error:
@@ -121,11 +122,11 @@ def check_model(path: str, key: str = "model.hf_path") -> None:
 
 
 def how_to_download(path: str) -> str:
-    """The end of a message about a path that is not there; empty unless it may be a name on the hub."""
+    """The end of the message for a path that does not exist; empty unless it may be a name on the Hugging Face hub."""
     own = path.rpartition("/")[2]
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) or os.path.lexists(path):
         return ""
-    return f"; a model of that name on the hub: `hf download {path} --local-dir {own}`, and give {own}"
+    return f"; if it is a model on the hub: `hf download {path} --local-dir {own}`, and give {own}"
 
 
 def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
@@ -157,8 +158,8 @@ def check_writable(key: str, path: str | Path, *, directory: bool) -> None:
 
 @contextmanager
 def writing(what: str | Path) -> Iterator[None]:
-    """Raise UserError, which names `what`, where it cannot be written in the block: the error of a write on a full disk
-    names no file, and would be taken for one of stdout."""
+    """Turn an OSError in the block into a UserError that names `what`. The error of a write to a full disk names no
+    file, and would be taken for one of stdout."""
     try:
         yield
     except OSError as error:
@@ -167,21 +168,21 @@ def writing(what: str | Path) -> Iterator[None]:
 
 def json_reason(error: Exception) -> str:
     """Why a text is not usable JSON, for an error message; `error` is what `json.loads` raised."""
-    said = str(error).partition("\n")[0]
+    message = str(error).partition("\n")[0]
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if "integer string conversion" in said:
+    if "integer string conversion" in message:
         return "a number has more than 4,300 digits; write it as text, in quotes"
-    return said[:300]
+    return message[:300]
 
 
 def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, as `object_pairs_hook` of `json.loads`. Raises ValueError for a key that stands twice in it."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """A JSON object, as `object_pairs_hook` of `json.loads`. Raises ValueError for a repeated key."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {json.dumps(next(name for name in names if names.count(name) > 1))} stands twice")
-    return found
+        raise ValueError(f"the key {json.dumps(next(name for name in names if names.count(name) > 1))} appears twice")
+    return entries
 
 
 def shown(path: str | Path) -> str:

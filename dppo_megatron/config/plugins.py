@@ -1,6 +1,6 @@
 """Settings that name the user's own code as `module:name`.
 
-Imported once, while the job is prepared: a misspelt module is then one line, before any model is loaded.
+They are imported while the job is prepared, so that a misspelt module is a one-line error before any model is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_plugin(text: str) -> bool:
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Import `module:function`, named by the config key `key`; modules of the working directory are found too.
+    """Import `path`, a `module:function` from setting `key`; modules of the working directory are found too.
 
     Raises UserError if there is no such function.
     """
@@ -34,10 +34,10 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
-        said = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] == "examples":
-            said += "; `dppo-megatron init DIR` copies the shipped examples to DIR"
-        raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {said}") from None
+            message += "; `dppo-megatron init DIR` copies the shipped examples to DIR"
+        raise UserError(f"{key} = '{path}' cannot be imported: {type(error).__name__}: {message}") from None
     if not callable(function):
         raise UserError(f"{key} = '{path}' is not callable")
     loaded: Callable[..., Any] = function
@@ -45,7 +45,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
 
 
 def source_digest(path: str) -> str:
-    """SHA-256 of the file that `module:function` is in, which is not imported; empty if there is none."""
+    """SHA-256 of the source file of `module:function`, without importing it; empty if there is no such file."""
     _find_here()
     try:
         spec = find_spec(path.partition(":")[0])
@@ -56,4 +56,4 @@ def source_digest(path: str) -> str:
 
 def _find_here() -> None:
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # a console script does not have it on sys.path
+        sys.path.append(os.getcwd())  # Python does not add it for a console script

@@ -4,8 +4,8 @@
     min_inclusion_prob: float = ranged(0.2, "(0, 1]", why="0 would leave prompts that can never be drawn")
 
 A range excludes absurd values, not unwise ones: upper ends are far above anything ever run, so that 2**40 or a value in
-the wrong unit is an error at the start and not a hang later. Every number of the schema has one
-(tests/test_config.py); how settings must fit together is checked in `checks.py` and by the sections.
+the wrong unit is an error at the start and not a hang later. Every number of the schema has a range
+(tests/test_config.py). How settings must fit together is checked in `checks.py` and in the files of the sections.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SECONDS = "(0, 1e8]"
 COUNT = "[0, 1e9]"
 """For steps and other counts where 0 means none, all or off."""
 FREE_AT_RESUME = {"free_at_resume": True}
-"""Metadata of a field that may differ when a run resumes, as `ranged` has it; a section has such an attribute."""
+"""Metadata of a field that may change when a run resumes, as `ranged` makes it. A section has an attribute instead."""
 _FORM = re.compile(r"(?:0 or )?([\[(])(\S+), (\S+)([\])])")
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An interval of finite numbers, perhaps with 0 beside it."""
+    """An interval of finite numbers, optionally with 0 as another allowed value."""
 
     low: float
     high: float
@@ -88,8 +88,8 @@ def ranged(default: T, interval: str, *, why: str = "", free_at_resume: bool = F
 
 
 def check_ranges(section: Any, prefix: str = "") -> None:
-    """Raise `UserError` for the first number of `section`, or of a section in it, that is out of its range, and for a
-    choice that is none."""
+    """Raise `UserError` for the first number in `section` and its subsections that is out of its range, and for the
+    first text that is not one of its choices."""
     for key, value, allowed in numbers(section, prefix):
         if allowed is not None and value not in allowed:
             raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
@@ -98,15 +98,15 @@ def check_ranges(section: Any, prefix: str = "") -> None:
 
 
 def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> None:
-    """Raise `UserError` for a name that is not known; `more` says what else would be one."""
+    """Raise `UserError` unless `value` is one of `known`; `more`, at the end of the message: what else is allowed."""
     if value not in (known := list(known)):
-        said = meant(key, value, known)
-        hint = f"{said}{' ' if said.endswith('?') else '; '}" if said else ""
+        advice = meant(key, value, known)
+        hint = f"{advice}{' ' if advice.endswith('?') else '; '}" if advice else ""
         raise UserError(f"{key} = '{value[:80]}': no such choice; {hint}known: {', '.join(known)}{more}")
 
 
 def _check_choices(section: Any, key: str) -> None:
-    """Those of a settings class; a file's are checked where it is read, but not what a library's user writes."""
+    """Check the choices of a settings class. Those of a file are checked on reading, those of a library's user here."""
     kind: Any = type(section)
     hints = _hints(kind)
     for item in fields(section):
@@ -129,10 +129,10 @@ def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, 
 
 
 def leaves(section: Any, key: str = "", allowed: Range | None = None) -> Iterator[tuple[str, Any, Range | None]]:
-    """Dotted key, value and range of all that is set in `section`: a settings class, or plain mappings and lists."""
+    """Dotted key, value and range of every value in `section`: a settings class, or plain mappings and lists."""
     if isinstance(section, list):
-        for place, entry in enumerate(section):
-            yield from leaves(entry, f"{key}[{place}]", allowed)
+        for index, entry in enumerate(section):
+            yield from leaves(entry, f"{key}[{index}]", allowed)
     elif isinstance(section, dict):
         for name, entry in section.items():
             yield from leaves(entry, f"{key}.{name}" if key else str(name), allowed)

@@ -1,12 +1,12 @@
-"""What there is to say about each setting: its type, default, range, meaning, page, and the file that defines it.
+"""The reference of all settings: type, default, range, meaning, page, and the file that defines each.
 
-All of it is taken from the schema itself: defaults and ranges from the fields, meanings from the text under
-each field, which Python does not keep and which is therefore read from the source. `dppo-megatron config`, the shell
-completion and the reference of the documentation site are made from this list, so none of them can go out of date.
+All of it is taken from the schema: defaults and ranges from the fields, meanings from the docstring under each field,
+which Python does not keep, so it is read from the source. `dppo-megatron config`, the shell completion and the
+documentation site's reference are made from this list, so none of them can go out of date.
 
-And what an unknown key was meant to be: most are typing mistakes or another trainer's names. For the first a close name
-is suggested; for the second the tables of `other_names` have the equivalent, or that there is none and why. A wrong
-hint is worse than none, so where neither is clear the message only lists the known keys.
+Also: what an unknown key was meant to be. Most are typing mistakes, for which a similar key is suggested, or another
+trainer's names, for which the tables of `other_names` have the equivalent, or why there is none. A wrong hint is worse
+than none, so if neither is clear, the message only lists the known keys.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
 
 _FILES = {"csv", "html", "json", "jsonl", "log", "parquet", "pt", "py", "safetensors", "txt", "yaml", "yml"}
-"""Ends of file names: `eval.json` is no setting of `eval`."""
+"""File name suffixes: in a message, `eval.json` is a file and not a setting of `eval`."""
 _FOREIGN = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model", "custom_reward_function", "ray_init")
-"""Sections of verl: a name of ours that looks alike means something else."""
+"""Sections of verl. A key of ours that looks similar to one in them means something else."""
 _REPEATING = ("data.eval_sets.", "eval.", "sft.")
-"""Where settings stand that RL has too: the tables have RL's."""
-_ANYTHINGS = ("steps", "dir", "name", "enabled")
-"""Last words of ours that in another section may be anything's."""
+"""Sections with settings that RL has too. The tables of `other_names` are about those of RL."""
+_AMBIGUOUS = ("steps", "dir", "name", "enabled")
+"""Last parts of keys that could mean anything in another section."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class Setting:
     key: str
     """Dotted; a name that the user chooses is `<name>`: data.eval_sets.<name>.path."""
     kind: str
-    """Its type, as a user would say it; a section's is `section`."""
+    """Its type in a user's words (whole number, list of texts); `section` for a section."""
     default: str
-    """As YAML; empty for a section."""
+    """In YAML; empty for a section."""
     allowed: str
     """The range or the choices; empty: anything of its type."""
     why: str
-    """Why the range ends where it does; mostly empty."""
+    """Reason for the range, if it is not obvious; mostly empty."""
     meaning: str
-    """The text under the field."""
+    """The docstring under the field."""
     owner: type
-    """The class that has it."""
+    """The class that has the field."""
     page: str
     """The page in docs/ that explains it."""
 
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def file(self) -> str:
-        """The file that defines it, from the root of the repository."""
+        """The file that defines it, relative to the root of the repository."""
         return f"{self.owner.__module__.replace('.', '/')}.py"
 
     @property
@@ -85,21 +85,21 @@ def all_settings() -> tuple[Setting, ...]:
 
 def all_keys() -> list[str]:
     """Every key that is not under a name of the user's own."""
-    return [one.key for one in all_settings() if "<name>" not in one.key]
+    return [setting.key for setting in all_settings() if "<name>" not in setting.key]
 
 
 def find(key: str) -> list[Setting]:
-    """The setting `key` or all of the section `key`; else every setting that has `key` somewhere in its name, unless it
-    is the whole name of another trainer's (`lr`), which `unknown_key` answers.
+    """The setting `key`, or all of the section `key`; else every setting whose key contains `key`. Empty for the exact
+    name of another trainer's setting (`lr`), which `unknown_key` has advice for.
 
     Example: `temperature` -> rollout.sampling.temperature, eval.temperature, data.eval_sets.<name>.temperature.
     """
-    asked = _with_placeholders(key.strip("."))
-    below = [one for one in all_settings() if one.key == asked or one.key.startswith(f"{asked}.")]
-    is_last = any(one.key.endswith(f".{asked}") for one in all_settings())
-    if not below and not is_last and asked in other_names():
+    key = _with_placeholders(key.strip("."))
+    exact = [setting for setting in all_settings() if setting.key == key or setting.key.startswith(f"{key}.")]
+    is_last_part = any(setting.key.endswith(f".{key}") for setting in all_settings())
+    if not exact and not is_last_part and key in other_names():
         return []
-    return below or [one for one in all_settings() if asked and asked in one.key]
+    return exact or [setting for setting in all_settings() if key and key in setting.key]
 
 
 def _with_placeholders(key: str) -> str:
@@ -108,14 +108,14 @@ def _with_placeholders(key: str) -> str:
 
 
 def page_for(message: str) -> str:
-    """The page in docs/ about the first setting that `message` names with its section; empty if it names none.
+    """The page in docs/ about the first dotted key in `message`; empty if it has none.
 
-    Example: `data.eval_paths.math` and the misspelt `data.limt` are about data; `model.safetensors` is a file.
+    Example: `data.eval_paths.math` and the misspelt `data.limt` belong to data; `model.safetensors` is a file.
     """
-    by_key = {one.key: one for one in all_settings()}
-    for word in re.findall(r"(?<![\w/.-])[a-z_]+(?:\.[a-z_0-9]+)+", message):  # a key is not part of a path
+    by_key = {setting.key: setting for setting in all_settings()}
+    for word in re.findall(r"(?<![\w/.-])[a-z_]+(?:\.[a-z_0-9]+)+", message):  # the lookbehind skips parts of paths
         is_file, word = word.rpartition(".")[2] in _FILES, _with_placeholders(word)
-        while word not in by_key and "." in word:  # data.eval_paths.math: the name is the user's
+        while word not in by_key and "." in word:  # data.eval_paths.math: `math` is the user's own name
             word = word.rpartition(".")[0]
         if word in by_key and not (is_file and by_key[word].is_section and "." not in word):
             return by_key[word].page
@@ -144,31 +144,31 @@ def _walk(schema: type, prefix: str, page: str) -> Iterator[Setting]:
 
 @cache
 def meanings(schema: type) -> dict[str, str]:
-    """The text under each field of a dataclass, its bases' included, in one line each. A set's settings that have none
-    have that of the setting which they inherit."""
-    found: dict[str, str] = {}
+    """The docstring under each field of a dataclass and its bases, on one line. A set's setting without a docstring has
+    that of the setting whose value it inherits."""
+    texts: dict[str, str] = {}
     general = {SetConfig: (DataConfig, EvalConfig), SetRewardConfig: (RewardConfig,)}
-    inherited = [of for kind, sections in general.items() if issubclass(schema, kind) for of in sections]
+    inherited = [section for kind, sections in general.items() if issubclass(schema, kind) for section in sections]
     for owner in (*inherited, *reversed(schema.__mro__)):
         if not is_dataclass(owner):
             continue
         body = _classes(owner.__module__)[cast(type, owner).__name__].body
-        for field, text in pairwise(body):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                    found[name] = " ".join(said.split())
-    return found
+        for field, below in pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """The classes in the source of a module, read once: inspect.getsource would parse it for each of them."""
+    """The classes in the source of a module. inspect.getsource(class) would parse the module for each of them."""
     source = inspect.getsource(sys.modules[module])
     return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _section(hint: Any) -> type | None:
-    """The class of the settings inside: of a section, or of each entry of a mapping."""
+    """The settings class of a section, or of each entry of a mapping; None for other settings."""
     if is_dataclass(hint):
         return cast(type, hint)
     inside = get_args(hint)[1] if get_origin(hint) is dict else None
@@ -206,41 +206,42 @@ def _allowed(item: Field[Any], hint: Any) -> str:
 def unknown_key(
     where: str, key: str, under: list[str], section: type, values: Mapping[str, str] = MappingProxyType({})
 ) -> UserError:
-    """The error for `key`, which is no setting.
+    """The error for `key`, which is not a setting.
 
     Args:
-        under: what was given under it, each with its leading dot, or an empty text for the key itself.
-        section: the class of the section that should have had it.
-        values: the texts of what was given, by whole name.
+        under: keys that were set below `key`, relative to it and each with its leading dot; empty: only `key` itself.
+        section: the class of the section in which `key` is unknown.
+        values: the value of each key that was set, as text.
     """
     key, under = key[:200], [more[:200] for more in under]  # a name in damaged text may have any length
-    asked = [f"{key}{more}" for more in under] or [key]
+    full_keys = [f"{key}{more}" for more in under] or [key]
     parent, _, last = key.rpartition(".")
     names, known, last = [item.name for item in fields(section)], all_keys(), last.replace("-", "_").lower()
     is_top = section is Config
     if last in names and not (is_top and parent):
         return _did_you_mean(where, key, [f"{parent}.{last}".lstrip(".")])
-    for name in asked:
-        if said := other_name(name, values.get(name, "")):
-            return UserError(f"{where}: unknown key '{name}'; {said}")
+    for name in full_keys:
+        if advice := other_name(name, values.get(name, "")):
+            return UserError(f"{where}: unknown key '{name}'; {advice}")
     own = [] if is_top else _own(parent, last, names, known)
     if own:
         return _did_you_mean(where, key, own)
     same = [name for name in known if name.endswith(f".{last}")]
-    said = "" if is_top or key.startswith(_REPEATING) or asked != [key] else other_name(last, values.get(key, ""))
-    if said and all(name in said for name in same):  # `normalization` is a layer's to others, an objective's here
-        return UserError(f"{where}: unknown key '{key}'; {said}")
+    advice = "" if is_top or key.startswith(_REPEATING) or full_keys != [key] else other_name(last, values.get(key, ""))
+    # Not if a setting here has the same last part and another meaning: others' `normalization` is one of layers.
+    if advice and all(name in advice for name in same):
+        return UserError(f"{where}: unknown key '{key}'; {advice}")
     close = "" if is_top else closest(last, names, 0.75)
     if close and ("_" not in last or not same):
         return _did_you_mean(where, key, [f"{parent}.{close}"])
-    near = [] if key.split(".")[0] in _FOREIGN else _nearest(asked[0].replace("-", "_").lower(), known)
-    is_beside = any(name.split(".")[0] == key.split(".")[0] for name in near)
-    if close and (is_beside or f"_{close}_" in f"_{last}_"):  # completions' warmup_steps, or the prompts' warmup_epochs
+    near = [] if key.split(".")[0] in _FOREIGN else _nearest(full_keys[0].replace("-", "_").lower(), known)
+    in_section = any(name.split(".")[0] == key.split(".")[0] for name in near)
+    if close and (in_section or f"_{close}_" in f"_{last}_"):  # completions' warmup_steps, or prompts' warmup_epochs
         near = list(dict.fromkeys([f"{parent}.{close}", *near]))
     if near:
-        return _did_you_mean(where, asked[0], near)
+        return _did_you_mean(where, full_keys[0], near)
     inside = "here" if is_top else f"in {parent}"
-    return UserError(f"{where}: unknown key '{asked[0]}'; known {inside}: {', '.join(sorted(names))}")
+    return UserError(f"{where}: unknown key '{full_keys[0]}'; known {inside}: {', '.join(sorted(names))}")
 
 
 def _did_you_mean(where: str, key: str, names: list[str]) -> UserError:
@@ -248,23 +249,23 @@ def _did_you_mean(where: str, key: str, names: list[str]) -> UserError:
 
 
 def _own(parent: str, last: str, names: list[str], known: list[str]) -> list[str]:
-    """What `last` is the name or half the name of in the section `parent`: `rate` in the sections below it, `tensor` or
-    `warmup_steps` in its own names. Of more than four the list of all says as much."""
+    """Keys of the section `parent` that `last` may mean: those below it with this last part (`rate`), and its own whose
+    name contains it (`tensor`, `warmup_steps`). Empty if there are more than four: a list of all keys helps as much."""
     below = [name for name in known if name.startswith(f"{parent}.") and name.endswith(f".{last}")]
-    found = below + [f"{parent}.{name}" for name in names if f"_{last}_" in f"_{name}_"]
-    return found if len(found) <= 4 else []
+    matches = below + [f"{parent}.{name}" for name in names if f"_{last}_" in f"_{name}_"]
+    return matches if len(matches) <= 4 else []
 
 
 def _nearest(key: str, known: list[str]) -> list[str]:
-    """Known keys that `key` most likely means, at most two. In a section of ours they are its own, by their last words:
-    whole keys are alike by the section's name alone. A last word that stands elsewhere is a hint unless it is one of
-    `_ANYTHINGS`: updates_per_step and engine are one thing."""
+    """Known keys that `key` most likely means, at most two. In a known section only last parts are compared, as whole
+    keys are similar by the section's name alone. The same last part in another section (updates_per_step, engine) is a
+    hint too, unless it is in `_AMBIGUOUS`."""
     section, _, rest = key.partition(".")
     last, own = rest.rpartition(".")[2], [name for name in known if name.startswith(f"{section}.")]
     near = [name for name in known if name.endswith(f".{key}")]
     if not near and rest:
         same = [name for name in known if name.endswith(f".{last}") or (name == last and "_" in last)]
-        near = [name for name in same if name in own] or (same if last not in _ANYTHINGS else [])
+        near = [name for name in same if name in own] or (same if last not in _AMBIGUOUS else [])
         if len(near) > 2:
             near = difflib.get_close_matches(key, near, n=1, cutoff=0.8)
     if not near and rest and own:

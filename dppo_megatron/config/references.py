@@ -3,10 +3,11 @@
 OmegaConf resolves references to settings. A value from the environment is used but never written: config.yaml,
 checkpoints and traces keep the reference, which is resolved again when the run resumes. So a directory that changes
 with the job (Slurm's scratch) may differ, and no file reveals what the environment held. Only paths may use it: other
-settings end up in command lines and messages, where a key must not appear. A path that begins with `~` is likewise.
+settings end up in command lines and messages, where a key must not appear. A `~` at the start of a path is treated in
+the same way.
 
-So OmegaConf gets `${oc.env:NAME}` as a mark, text to it, which remains in whatever refers to that setting. Its other
-resolvers are refused: `oc.env` alone could be reached through several of them.
+So OmegaConf never resolves `${oc.env:NAME}`. It gets a mark in its place, which is plain text to it and is copied to
+every setting that refers to this one. Its other resolvers are refused, because `oc.env` can be reached through several.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import os
 import re
 
 _TOKEN = re.compile(r"(\\*)\$\{([^{}]*)(\})?")
-_MARK = re.compile("\0([^\0]*)\0")  # no text that is read has a NUL
+_MARK = re.compile("\0([^\0]*)\0")  # unambiguous: `yaml12` refuses text with a NUL
 _ENVIRONMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:,(.*))?", re.DOTALL)
 _NOT_PATHS = (
-    "only paths may be read from the environment (run_dir, model.hf_path, ...), since other settings stand in files"
-    " and command lines. An API key is read from the variable that rollout.servers.api_key_env names"
+    "only paths may be read from the environment (run_dir, model.hf_path, ...), since other settings are written to"
+    " files and command lines. An API key is read from the variable that rollout.servers.api_key_env names"
 )
 
 
 class FromEnvironment(str):
-    """A path that holds values of environment variables. `written` is what files get in its place."""
+    """A path with values of environment variables in it. `written`: the same with references, as files get it."""
 
     written: str
 
@@ -48,7 +49,7 @@ def references(text: str) -> list[str]:
 
 
 def for_omegaconf(text: str, key: str) -> str:
-    """`text` with marks for what the environment holds. Raises ValueError for a reference that is not read."""
+    """`text` with marks in place of references to the environment. Raises ValueError for a reference not allowed."""
 
     def token(match: re.Match[str]) -> str:
         slashes, inside, end = match.groups()
@@ -67,33 +68,33 @@ def for_omegaconf(text: str, key: str) -> str:
             raise ValueError(_NOT_PATHS)
         return f"{slashes[1::2]}\0{variable}\0"
 
-    # OmegaConf takes a whole text of ??? for a value that is missing, and one backslash off
+    # OmegaConf reads the text ??? as a missing value; it removes one backslash before it
     return f"\\{text}" if re.fullmatch(r"\\*\?\?\?", text) else _TOKEN.sub(token, text)
 
 
 def from_environment(text: str, key: str, *, keep: bool) -> str:
-    """`text` with the environment's values for its marks, and of a path for a `~` before it; with `keep` with the
-    references that the marks stand for. Raises ValueError for a variable that is not set, and if `key` is no path."""
+    """`text` with its marks, and a path's leading `~`, replaced by values, or with `keep` by the references as written.
+    Raises ValueError for a variable that is not set, and for a mark in a setting that is not a path."""
     in_home = text.startswith("~") and "/" in text and (is_path(key) or key == "checkpoint.resume")
-    is_home = in_home and key != "data.cache_path"  # whose default is one, and which is expanded where it is used
+    is_home = in_home and key != "data.cache_path"  # its default has a `~`; it is expanded where it is used
     if "\0" not in text and not is_home:
         return text
     if "\0" in text and not is_path(key):
         raise ValueError(_NOT_PATHS)
 
-    def value(match: re.Match[str]) -> str:
+    def value_of(match: re.Match[str]) -> str:
         name, comma, default = match[1].partition(",")
-        if (found := os.environ.get(name, default if comma else None)) is None:
+        if (value := os.environ.get(name, default if comma else None)) is None:
             raise ValueError(f"the environment variable {name} is not set")
-        return found
+        return value
 
     written = _MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", escaped(text))
-    return FromEnvironment(written if keep else os.path.expanduser(_MARK.sub(value, text)), written)
+    return FromEnvironment(written if keep else os.path.expanduser(_MARK.sub(value_of, text)), written)
 
 
 def located(text: str, key: str, base: str) -> str:
-    """A text of a run's settings, as files hold it, that was written while `base` was the working directory: a relative
-    path is joined to it."""
+    """The value `text` of setting `key`, which was written while `base` was the working directory: a relative path is
+    joined to `base`, in the form of files; everything else is unchanged."""
     is_name = {
         "checkpoint.resume": text in ("auto", "never"),
         "rollout.servers.python": "/" not in text,

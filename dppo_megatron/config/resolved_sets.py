@@ -1,4 +1,4 @@
-"""Problem sets with all that they inherit, prompt templates by name, and what may be wrong with their settings.
+"""Problem sets with all inherited settings resolved, the named prompt templates, and checks of both.
 
 A preset fixes all four template settings, so a set that names one is independent of the templates in `data`. The texts
 ask for the final answer in a box because the `math` grader reads the last box.
@@ -31,9 +31,8 @@ class Template:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-PLAIN = Template()
 TEMPLATES: dict[str, Template] = {
-    # Qwen3's hybrid models think unless they are told not to, and then rarely finish within 4,096 tokens
+    # without enable_thinking=False Qwen3's hybrid models think, and then rarely finish within 4,096 tokens
     "qwen3_nothink": Template(
         prompt_template=f"{{problem}}\n{_BOXED}",
         apply_chat_template=True,
@@ -66,7 +65,7 @@ class ResolvedSet:
     """One problem set with all inherited settings resolved: fields as in `SetConfig`, none of them null."""
 
     key: str
-    """The settings that name it, for messages and permissions: `data.train_path`, `data.eval_sets.aime24`."""
+    """Its setting, for messages and `checkpoint.may_change`: `data.train_path`, `data.eval_sets.aime24`."""
     path: str
     split: str
     subset: str
@@ -82,7 +81,7 @@ class ResolvedSet:
     """The four settings of a template, with presets resolved."""
     max_prompt_tokens: int
     max_prompt_tokens_key: str
-    """The setting it came from."""
+    """The setting that `max_prompt_tokens` came from."""
     overlong: str
 
     @property
@@ -94,9 +93,9 @@ class ResolvedSet:
 @dataclass(frozen=True, slots=True)
 class ResolvedTrainSet(ResolvedSet):
     weight: float
-    """Relative share of a step, above 0; read where `data.mixing` is weighted."""
+    """Relative share of a step, above 0; used with `data.mixing=weighted`."""
     reward: SetRewardConfig
-    """As its entry has it; see `set_rewards`."""
+    """The set's own settings only; `set_rewards` resolves them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +107,9 @@ class ResolvedEvalSet(ResolvedSet):
     top_p: float
     top_k: int
     max_completion_tokens: int
-    """Above 0: `rollout.sampling.max_completion_tokens` where no setting says another."""
+    """Above 0; by default `rollout.sampling.max_completion_tokens`."""
     reward: SetRewardConfig
-    """As its entry has it; see `set_rewards`."""
+    """The set's own settings only; `set_rewards` resolves them."""
 
 
 R = TypeVar("R", bound=ResolvedSet)
@@ -134,15 +133,15 @@ def eval_set_configs(config: Config) -> dict[str, ResolvedEvalSet]:
     for name, (key, entry) in named.items():
         longest = defaults.max_completion_tokens if entry.max_completion_tokens is None else entry.max_completion_tokens
         longest = longest or config.rollout.sampling.max_completion_tokens
-        # rows left out of a benchmark would change its score: only its own entry may say so
+        # Not inherited from `data`: leaving rows out of a benchmark changes its score, so only its own entry may do so.
         more = {"max_completion_tokens": longest, "where": entry.where or [], "overlong": entry.overlong or "error"}
         sets[name] = _resolved(ResolvedEvalSet, key, entry, data, defaults, **more)
     return sets
 
 
 def set_rewards(config: Config) -> dict[str, RewardConfig]:
-    """Rewards by the section that they are in: `reward`, and for each set with rewards of its own
-    `data.train_sets.NAME.reward` or `data.eval_sets.NAME.reward`, with what it leaves out.
+    """Resolved rewards by their section: `reward`, and for each set with rewards of its own
+    `data.train_sets.NAME.reward` or `data.eval_sets.NAME.reward`.
 
     Raises:
         UserError: a set has both `function` and `functions`.
@@ -158,7 +157,7 @@ def set_rewards(config: Config) -> dict[str, RewardConfig]:
 
 
 def train_set_weights(config: Config) -> dict[str, float] | None:
-    """Weight of each training set; None where they are shuffled together."""
+    """Weight of each training set; None if they are shuffled together."""
     if config.data.mixing == "concatenate":
         return None
     unnamed = {"train": TrainSetConfig()} if config.data.train_path else {}
@@ -166,15 +165,15 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
 
 
 def example_set_config(config: Config) -> ResolvedSet:
-    """SFT's worked solutions, as a set that inherits all settings."""
+    """The worked solutions of SFT, as a set that inherits the settings of `data` but for `where` and `answer_from`."""
     entry = SetConfig(path=config.sft.examples_path, where=[], answer_from="")
     return _resolved(ResolvedSet, "sft.examples_path", entry, config.data)
 
 
 def longest_prompt_tokens(config: Config) -> int:
-    """The largest `max_prompt_tokens` of the sets that are trained on; of `data` where there are none."""
-    found = (one.max_prompt_tokens for one in train_set_configs(config).values())
-    return max(found, default=config.data.max_prompt_tokens)
+    """The largest `max_prompt_tokens` of the training sets; that of `data` if there are none."""
+    limits = (one.max_prompt_tokens for one in train_set_configs(config).values())
+    return max(limits, default=config.data.max_prompt_tokens)
 
 
 def longest_trained(config: Config) -> int:
@@ -183,25 +182,25 @@ def longest_trained(config: Config) -> int:
 
 
 def longest_sequence(config: Config) -> tuple[int, str]:
-    """Longest prompt plus completion, in tokens, over training and all evaluation sets, and the set it belongs to."""
-    found: list[tuple[int, str]] = []
+    """Longest prompt plus completion, in tokens, over training and all evaluation sets, and which settings give it."""
+    lengths: list[tuple[int, str]] = []
     for name, settings in eval_set_configs(config).items():
         tokens = settings.max_prompt_tokens + settings.max_completion_tokens
-        found.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
-    trained = config.data.train_path or any(one.path for one in config.data.train_sets.values())
-    if not found or trained:  # not in a standalone evaluation, whose training sets have no path
-        found.insert(0, (longest_trained(config), "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
-    return max(found, key=lambda item: item[0])
+        lengths.append((tokens, f"max_prompt_tokens + max_completion_tokens of evaluation set '{name}'"))
+    trains = config.data.train_path or any(one.path for one in config.data.train_sets.values())
+    if not lengths or trains:  # not in a standalone evaluation, whose training sets have no path
+        lengths.insert(0, (longest_trained(config), "data.max_prompt_tokens + rollout.sampling.max_completion_tokens"))
+    return max(lengths, key=lambda item: item[0])
 
 
 def check_data(config: Config, *, trains: bool = True) -> None:
-    """Raise `UserError` for set settings that are contradictory or missing; an evaluation alone `trains` on no set."""
+    """Raise `UserError` for contradictory or missing settings of sets. `trains`: False in a standalone evaluation."""
     data = config.data
     _check_layer("data", data)
     if data.train_path and data.train_sets and trains:
         raise UserError(
             f"data.train_path and data.train_sets ({', '.join(data.train_sets)}) are both set: train_path is short for"
-            " a single training set. To train on all of them, name it too (data.train_sets.NAME.path); else drop one"
+            " a single training set. To train on all of them, move it to data.train_sets.NAME.path; else drop one"
             " (data.train_path='' or data.train_sets={})"
         )
     for name in data.eval_paths.keys() & data.eval_sets.keys():
@@ -235,8 +234,8 @@ def _resolved(
     kind: type[R], key: str, entry: SetConfig, data: DataConfig, defaults: EvalConfig | None = None, **more: Any
 ) -> R:
     """A set whose fields are `more`, else the set's own settings, else those of `data`, else `defaults`."""
-    whose = "data" if entry.max_prompt_tokens is None else key
-    more |= {"key": key, "template": _template(entry, data), "max_prompt_tokens_key": f"{whose}.max_prompt_tokens"}
+    section = "data" if entry.max_prompt_tokens is None else key
+    more |= {"key": key, "template": _template(entry, data), "max_prompt_tokens_key": f"{section}.max_prompt_tokens"}
     for name in [item.name for item in fields(kind) if item.name not in more]:
         values = (getattr(layer, name, None) for layer in (entry, data, defaults))
         more[name] = next(value for value in values if value is not None)
@@ -244,10 +243,10 @@ def _resolved(
 
 
 def _template(entry: SetConfig, data: DataConfig) -> Template:
-    """Each of the four settings from the first of: the set, its template, `data`, data's template."""
+    """Each of the four settings from the first that has it: the set, its template, `data`, data's template."""
     chosen: dict[str, Any] = {}
     for item in fields(Template):
-        layers = (entry, TEMPLATES.get(entry.template or ""), data, TEMPLATES.get(data.template), PLAIN)
+        layers = (entry, TEMPLATES.get(entry.template or ""), data, TEMPLATES.get(data.template), Template())
         values = (getattr(layer, item.name) for layer in layers if layer is not None)
         chosen[item.name] = next(value for value in values if value is not None)
     return Template(**chosen)

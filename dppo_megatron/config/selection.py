@@ -1,6 +1,6 @@
-"""What choosing a step's prompts and completions depends on, without the rest of a job: the settings of `Selector`.
+"""The settings of `Selector`: all that choosing a step's prompts and completions depends on.
 
-A trainer of another kind fills it in; this one derives it from its `Config`, here and nowhere else.
+Other trainers fill them in themselves (docs/adapters.md); here they are derived from a `Config`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError
 
 SIZE_FREE = ("rloo", "posterior_loo", "group_mean")
-"""Advantages of which a group of any size has the same expected gradient."""
+"""Advantages whose expected gradient does not depend on the group size."""
 BY_REWARDS = ("dynamic_sampling", "greso")
-"""Prompt methods that roll out more by the rewards of the first."""
+"""Prompt methods that decide by the rewards of a round whether to roll out more."""
 ONE_SIZE = ("greso", "cppo_verl")
-"""Completion methods that count completions where they mean groups."""
+"""Completion methods that count completions as multiples of one group size."""
 
 
 def _needed(interval: str) -> Any:
-    """A number without a default, and its range."""
+    """A field for a number with a range and without a default."""
     return field(metadata={"range": Range.parse(interval)})
 
 
 @dataclass(kw_only=True)
 class SelectionSettings:
-    """Of a trainer that takes its optimizer steps on `prompts_per_step` x `completions_per_prompt` completions.
+    """For a trainer whose steps have `prompts_per_step` x `completions_per_prompt` completions.
 
     Example: `SelectionSettings(prompts_per_step=64, completions_per_prompt=8, total_steps=1000,
     max_completion_tokens=4096)` is GRPO with both selections of DPPO at their default rates.
@@ -44,42 +44,41 @@ class SelectionSettings:
     completions_per_prompt: int = _needed("[2, 65536]")
     """G, the size of a group."""
     total_steps: int = _needed(COUNT)
-    """Steps of the whole run, those before a resume too. Nothing is pruned after `anneal_fraction` of them, nor in a
-    step beyond them."""
+    """Steps of the whole run, before a resume too. Nothing is pruned after `anneal_fraction` of them."""
     max_completion_tokens: int = _needed("[1, 100000000]")
-    """Longest completion. A divisor (normalization=constant), the first guess of a mean length (token_mean), and what a
-    truncated completion is known by."""
+    """Longest completion: a divisor (normalization=constant), the first estimate of the mean length (token_mean), and
+    the length by which a truncated completion is recognized."""
     seed: int = ranged(0, "[0, 9223372036854775807]", why="it seeds 64-bit generators")
-    """Of the order of prompts and of every draw."""
+    """Seeds the order of prompts and every draw."""
     async_steps: int = ranged(0, "[0, 8]")
-    """K: a step may begin while the K before it are open, so that feedback comes K steps later."""
+    """K: a step may begin while the K before it are unfinished, so feedback arrives K steps later."""
     quantized: bool = False
-    """Completions are sampled with rounded weights: off policy at every age."""
+    """Completions are sampled with rounded weights, and so off policy even in the same step."""
     truncated: bool = False
-    """Some tokens are never sampled (top_p, top_k): what they would add to a gradient no ratio makes up for."""
+    """Some tokens are never sampled (top_p, top_k), and no ratio can make up for their missing gradient."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """Advantage, divisor (`normalization`), updates of a step, overlong completions, and the factors of the terms of
-    the loss that do not depend on the advantage. The policy loss itself is not read."""
+    """Advantage, divisor (`normalization`), updates per step, overlong completions, and the coefficients of the loss
+    terms that do not depend on the advantage. The policy loss itself is never computed here."""
     pruning: PruningConfig = field(default_factory=PruningConfig)
-    """Both levels."""
+    """Prompts, completions and early stops."""
     set_weights: Mapping[str, float] | None = None
-    """Share of a step of each training set, by name; None: all prompts are shuffled together."""
+    """Each training set's share of a step, by name; None: all prompts are shuffled together."""
     order: OrderName = "shuffled"
-    """Of the prompts of an epoch; all but `shuffled` are a row of the ledger."""
+    """Order of the prompts of an epoch; all but `shuffled` are a row of the ledger."""
     order_by: OrderBy = "level"
     """What easy_first and hard_first sort by: the level in `PromptFeatures`, or the mean reward so far."""
 
     @property
     def planned_prompts(self) -> int:
-        """Nominal prompts of a step: `prompts_per_step`, or floor of it / (1 - rate) with CPPO's allocation.
+        """Nominal prompts of a step: `prompts_per_step`, with CPPO's allocation floor(prompts_per_step / (1 - rate)).
 
-        Example: 16 prompts at rate 0.95 plan 16 / 0.05 = 320, where floating point has 319.
+        Example: 16 prompts at rate 0.95 plan 16 / 0.05 = 320, where floating point would give 319.
         """
         return math.floor(self.prompts_per_step * prompts_multiplier(self.pruning.completion))
 
     @property
     def group_size_factor(self) -> float:
-        """That of `pruning.prompt`, or 1 under a method that does not read it."""
+        """`pruning.prompt.group_size_factor`, or 1 with a method that does not use it."""
         prompt = self.pruning.prompt
         return prompt.group_size_factor if prompt.method in ("dppo", "dppo_auto") else 1.0
 
@@ -90,24 +89,23 @@ class SelectionSettings:
 
     @property
     def reads_pass_rates(self) -> bool:
-        """The advantage or the order goes by what was seen of each prompt's rewards, whatever the method reads."""
+        """Whether the order or the advantage needs each prompt's earlier rewards, even if the method does not."""
         sorts = self.order in ("easy_first", "hard_first") and self.order_by == "pass_rate"
         return sorts or self.reads_prior
 
     @property
     def reads_prior(self) -> bool:
-        """So does a baseline: what was known of the prompt stands for mates that were stopped early."""
+        """Whether the baseline needs them: that of posterior_loo, or one with completions that were stopped early."""
         return self.objective.advantage == "posterior_loo" or self.pruning.early_stop.after_tokens > 0
 
     @property
     def baseline_of_passes(self) -> str:
-        """Why rewards must be in [0, 1]: a baseline draws on the prompt's pass rate. Empty where none does. Of rewards
-        of -1 and 1, 1 for one in ten, the squared advantages of `posterior_loo` would be 2.1 times `rloo`'s, not 0.9.
-        """
+        """Why rewards must be in [0, 1]: a baseline uses the prompt's pass rate. Empty if none does. If rewards were -1
+        and 1, one in ten of them 1, posterior_loo's squared advantages would be 2.1 times rloo's, and not 0.9 times."""
         if self.objective.advantage == "posterior_loo":
-            return "objective.advantage = posterior_loo draws its baseline towards a pass rate; rloo takes any reward"
+            return "objective.advantage = posterior_loo shrinks its baseline to a pass rate; rloo takes any reward"
         if self.reads_prior:
-            return "pruning.early_stop has a pass rate stand for what it stops; after_tokens=0 takes any reward"
+            return "pruning.early_stop uses a pass rate in place of what it stops; after_tokens=0 takes any reward"
         return ""
 
     def check(self) -> None:
@@ -133,8 +131,8 @@ class SelectionSettings:
             )
         if self.pruning.prompt.method in BY_REWARDS:
             raise UserError(
-                f"{key}: pruning.prompt.method = {self.pruning.prompt.method} goes by all rewards of a group, and what"
-                " is stopped early has none"
+                f"{key}: pruning.prompt.method = {self.pruning.prompt.method} needs the rewards of a whole group, and"
+                " completions that are stopped early have none"
             )
         self._check_sizes(key)
 
@@ -144,8 +142,8 @@ class SelectionSettings:
             raise UserError(f"{key}: pruning.completion.method = {completion} is defined for groups of one size")
         if self.objective.advantage not in SIZE_FREE:
             raise UserError(
-                f"{key}: with objective.advantage = {self.objective.advantage} groups of another size have another"
-                f" objective; use {', '.join(SIZE_FREE)}"
+                f"{key}: with objective.advantage = {self.objective.advantage} the objective depends on the group size;"
+                f" use {', '.join(SIZE_FREE)}"
             )
 
     def too_few_prompts(self, num_prompts: int, where: str = "the prompt set") -> str:
@@ -156,15 +154,15 @@ class SelectionSettings:
         planned, nominal = self.planned_prompts, self.prompts_per_step
         if num_prompts >= planned:
             return ""
-        how = "" if planned == nominal else f", of which pruning.completion.allocation makes {planned}"
+        raised = "" if planned == nominal else f", which pruning.completion.allocation raises to {planned}"
         return (
-            f"prompts_per_step = {nominal}{how}, but {where} holds only {num_prompts} problems: a step needs as many"
+            f"prompts_per_step = {nominal}{raised}, but {where} holds only {num_prompts} problems: a step needs as many"
             " different ones as it plans"
         )
 
 
 def selection_settings(config: Config) -> SelectionSettings:
-    """Those of a job of this trainer; the sections are its own and not copies."""
+    """The settings of a job of this trainer. The sections are those of `config`, not copies."""
     return SelectionSettings(
         prompts_per_step=config.rollout.prompts_per_step,
         completions_per_prompt=config.rollout.completions_per_prompt,

@@ -1,5 +1,5 @@
-"""`rollout.servers.args` as vLLM 0.32.0 and SGLang 0.5.23 read it: options that the trainer gives itself, and over how
-many GPUs a server is split. What an engine would refuse minutes after the start is refused before it."""
+"""Checks of `rollout.servers.args`, read as vLLM 0.32.0 and SGLang 0.5.23 read it: options that the trainer sets
+itself, and the GPUs that a server needs. Engines would refuse them only minutes after their start."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _EXECUTORS = ("mp", "ray", "uni", "external_launcher")
 _MAY_IMPORT = (
     *("--compilation-config", "-cc", "--structured-outputs-config", "--speculative-config", "-sc", "--spec-model"),
 )
-"""Options of vLLM that are the user's unless something in their value is to be imported."""
+"""Options of vLLM that are allowed unless their value names something to import."""
 DRAFT_OPTIONS = (
     *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
     *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
@@ -49,21 +49,20 @@ DRAFT_OPTIONS = (
     *("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
     "--sleep-preserve-parameter-names",
 )
-_TENSOR_OPTIONS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tp")
 REPLICA_OPTIONS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 STAGE_OPTIONS = ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp")
-_ATTENTION_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
 _SIZES = {
-    "tensor": _TENSOR_OPTIONS,
+    "tensor": ("--tensor-parallel-size", "-tp", "--tp-size", "--tp"),
     "replicas": REPLICA_OPTIONS,
     "stages": STAGE_OPTIONS,
-    "attention": _ATTENTION_OPTIONS,
+    "attention": ("--attn-dp-size", "--attention-data-parallel-size"),
 }
 QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
 _OTHER_SPLITS = {"--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
-"""With these a server's GPUs are not the product of the three sizes."""
+"""With these, the number of a server's GPUs is not the product of the three sizes."""
+_JSON_MARKS = r"""[\s"'{}\[\],=]+|:"""
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer", "--watermark")
-"""Other options, whose names begin as one of those above does."""
+"""Options in their own right, although the name of an option above begins with theirs."""
 _COUNTERPARTS = (
     ("--gpu-memory-utilization", "--mem-fraction-static"),
     ("--max-num-seqs", "--max-running-requests"),
@@ -74,19 +73,19 @@ _COUNTERPARTS = (
     ("--moe-backend", "--moe-runner-backend"),
     ("--no-enable-prefix-caching", "--disable-radix-cache"),
 )
-"""vLLM's name and SGLang's; neither takes the other's."""
+"""(vLLM's name, SGLang's name) of the same option; neither engine accepts the other's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSplit:
-    """Over how many GPUs a server splits its model and its requests."""
+    """How a server splits its model and its requests over GPUs."""
 
     tensor: int
     replicas: int
     stages: int
     attention: int
-    """SGLang's attention data parallelism: engines inside the tensor group, each with its own batch and cache, whose
-    tokens meet in the rest of every layer."""
+    """SGLang's attention data parallelism: groups inside the tensor group, each with its own batch and KV cache, that
+    compute attention separately and the rest of every layer together."""
 
     @property
     def heads(self) -> int:
@@ -95,12 +94,12 @@ class ServerSplit:
 
     @property
     def gpus(self) -> int:
-        """Of one server."""
+        """GPUs of one server."""
         return self.tensor * self.replicas * self.stages
 
 
 def read_split(arguments: Sequence[str]) -> ServerSplit:
-    """Raises UserError for a size that is no number above 0, or attention in groups that are not of one size."""
+    """Raises UserError for a size that is not a number above 0, and for attention groups of unequal sizes."""
     sizes = read_options(arguments, {name: (flags, int, 1, "[1, 1e6]") for name, flags in _SIZES.items()})
     if "--enable-dp-attention" in _names(arguments) and sizes["attention"] == 1:  # SGLang's older spelling
         sizes |= {"attention": sizes["replicas"], "replicas": 1}
@@ -131,7 +130,7 @@ def read_options(
 
 
 def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:
-    """Raise UserError unless each entry of `rollout.servers.gpus` has as many devices as its server takes."""
+    """Raise UserError unless each entry of `rollout.servers.gpus` has as many devices as its server needs."""
     split, devices = read_split(arguments), [device.strip() for entry in gpus for device in entry.split(",")]
     if len(set(devices)) < len(devices):
         raise UserError("rollout.servers.gpus names a device twice")
@@ -141,21 +140,21 @@ def check_gpus(gpus: Sequence[str], arguments: Sequence[str]) -> None:
         if (given := len(entry.split(","))) != split.gpus:
             stages = f" x pipeline {split.stages}" if split.stages > 1 else ""
             raise UserError(
-                f"rollout.servers.gpus gives a server {given} GPUs ({entry}), and its rollout.servers.args take"
-                f" {split.gpus}: tensor {split.tensor} x data {split.replicas}{stages}. (A list that is given replaces"
-                " the file's: name all arguments.)"
+                f"rollout.servers.gpus gives a server {given} GPUs ({entry}), but its rollout.servers.args need"
+                f" {split.gpus}: tensor {split.tensor} x data {split.replicas}{stages}. (A list on the command line"
+                " replaces that of the file: give all arguments.)"
             )
 
 
 def check_longest(arguments: Sequence[str], longest: int) -> None:
-    """Raise UserError for a server whose sequences end before `longest` tokens, prompt and completion together."""
+    """Raise UserError if a server's sequences cannot have `longest` tokens, prompt and completion together."""
     for option, value in pairwise(part for one in arguments for part in one.split("=", 1)):
         if option in ("--max-model-len", "--context-length") and value.isdecimal() and int(value) < longest:
             raise UserError(f"rollout.servers.args: {option} {value}: the longest sequence has {longest} tokens")
 
 
 def check_engine_names(engine: Literal["vllm", "sglang"], arguments: Sequence[str]) -> None:
-    """Raise UserError for an option of the other engine."""
+    """Raise UserError for an option that only the other engine has."""
     names = _names(arguments)
     for of_vllm, of_sglang in _COUNTERPARTS:
         own, other = (of_vllm, of_sglang) if engine == "vllm" else (of_sglang, of_vllm)
@@ -166,19 +165,18 @@ def check_engine_names(engine: Literal["vllm", "sglang"], arguments: Sequence[st
 
 
 def named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
-    """The first of `options` that an argument is, as the engines' parsers read them: shortened, or with underscores.
+    """The first of `options` that occurs in `arguments`, also abbreviated or with underscores, which engines accept.
 
     Example: "--api_key=x" and "--api-k" both mean --api-key.
     """
-
     names = _names(arguments)
     return next((option for option in options if any(_is_meant(option, name) for name in names)), "")
 
 
 def importing_option(arguments: Sequence[str]) -> str:
-    """The first option that is refused for what its value names: a class or function of a module, or a plug-in."""
-    for name, argument, behind in zip(_names(arguments), arguments, [*arguments, ""][1:], strict=True):
-        value = argument.partition("=")[2] or behind
+    """The first option that is refused because its value names code to import: a class, a function or a plug-in."""
+    for name, argument, following in zip(_names(arguments), arguments, [*arguments, ""][1:], strict=True):
+        value = argument.partition("=")[2] or following
         if _is_meant("--distributed-executor-backend", name) and value not in _EXECUTORS:
             return "--distributed-executor-backend"
         option = next((option for option in _MAY_IMPORT if _is_meant(option, name)), "")
@@ -187,17 +185,15 @@ def importing_option(arguments: Sequence[str]) -> str:
     return ""
 
 
-_JSON_MARKS = r"""[\s"'{}\[\],=]+|:"""
-
-
 def _is_importable(word: str) -> bool:
-    """Whether it is neither a number nor a path: `package.name`; or something that JSON has escaped."""
+    """Whether `word` looks like `package.name` (a dot, but neither a number nor a path), or has a JSON escape."""
     return "\\" in word or ("." in word and "/" not in word and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", word))
 
 
 def _is_meant(option: str, name: str) -> bool:
+    """Whether an engine's parser would read the argument `name` as `option`."""
     if not name.startswith("--"):
-        return option[1] != "-" and name.startswith(option)  # the value may follow at once: -n2
+        return option[1] != "-" and name.startswith(option)  # a short option may be joined to its value: -n2
     return name == option or (len(name) > 2 and name not in _NOT_SHORT and option.startswith(name))
 
 

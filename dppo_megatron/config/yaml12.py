@@ -1,8 +1,9 @@
 """YAML 1.2 on PyYAML, whose own rules are those of YAML 1.1.
 
-YAML 1.1 takes `no` for false, `010` for 8, `1:30` for 90 and 2026-11-22 for a date, and the last of two equal keys
-counts. Here a plain word is true, false, null or a number only in YAML 1.2's spelling, in decimal; what YAML 1.1 alone
-converts is text, marked so that a setting of any type can refuse it. Tags are refused; keys are text and occur once.
+YAML 1.1 reads `no` as false, `010` as 8, `1:30` as 90 and 2026-11-22 as a date, and uses the last of two equal keys.
+Here a plain word is true, false, null or a number only in YAML 1.2's spelling, in decimal. What only YAML 1.1 converts
+is text with the tag DOUBTFUL, so that a setting of any type can refuse it. Tags are refused; keys must be text and
+occur once.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from dppo_megatron.types import UserError
 
 MAX_CHARACTERS = 1_000_000
-"""Of a whole configuration file."""
+"""Most characters of a configuration file."""
 _MAX_NODES = 100_000
 _MAX_DEPTH = 20
 DOUBTFUL = "doubtful"
-"""Tag of a plain word that is text in YAML 1.2 and something else in YAML 1.1."""
+"""Tag of a plain word that YAML 1.2 reads as text and YAML 1.1 as something else."""
 TEXT = "tag:yaml.org,2002:str"
 _WHOLE = r"(?:0|[1-9][0-9]*)"
 _PLAIN = {
@@ -50,7 +51,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes text between quotes wherever YAML 1.1 or 1.2 would take it for something else."""
+    """Quotes text wherever YAML 1.1 or 1.2 would read it as something else."""
 
     yaml_implicit_resolvers = {
         first: [*rules, *_RULES] for first, rules in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -58,8 +59,11 @@ class Dumper(yaml.SafeDumper):
 
 
 class Source:
-    """Where settings come from, for messages: a file, with the line, or one setting of the command line; and `base`,
-    the directory that its relative paths are relative to (empty: this one). `saved`: a run has, of any version."""
+    """Where settings come from: a file, whose messages have line numbers, or one setting of the command line.
+
+    `base` is the directory that relative paths in it start from (empty: the working directory). `saved`: a run of any
+    version wrote it.
+    """
 
     def __init__(self, name: str, *, has_lines: bool, base: str = "", saved: bool = False) -> None:
         self.name, self.has_lines, self.base, self.saved = name, has_lines, base, saved
@@ -70,8 +74,8 @@ class Source:
 
 
 def parse(text: str, source: Source, called: str = "") -> Node | None:
-    """The YAML document in `text`; None if there is nothing in it. `called` names the source as a whole. Raises
-    UserError: it is not YAML, or too large; it has a tag, or a text that cannot be written to a file."""
+    """The YAML document in `text`; None if it is empty. `called`: the source's name in messages. Raises UserError if it
+    is not YAML, is too large, or has a tag or text that cannot be written to a file."""
     called = called or source.name
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{called}: {len(text)} characters; a configuration has at most {MAX_CHARACTERS}")
@@ -91,14 +95,14 @@ def parse(text: str, source: Source, called: str = "") -> Node | None:
 
 
 def text_node(text: str, source: Source) -> ScalarNode:
-    """`text` as if it were quoted."""
+    """A node for `text`, as if it were quoted."""
     node = ScalarNode(TEXT, text, style='"')
     _check_size(node, source)
     return node
 
 
 def _check_size(document: Node, source: Source) -> None:
-    """Refuse documents that aliases blow up to an enormous or endless size, and text that no file can hold."""
+    """Refuse documents that aliases expand to an enormous or endless size, and text that no file can hold."""
     seen, open_nodes = 0, [(document, 0)]
     while open_nodes:
         node, depth = open_nodes.pop()
@@ -111,12 +115,12 @@ def _check_size(document: Node, source: Source) -> None:
             open_nodes += [(inside, depth + 1) for inside in node.value]
         elif "\0" in node.value or any("\ud800" <= character <= "\udfff" for character in node.value):
             raise UserError(
-                f"{source.where(node)}: {node.value[:80]!r} holds a NUL or half of a surrogate pair, which is no text"
+                f"{source.where(node)}: {node.value[:80]!r} is not text: it holds a NUL or half of a surrogate pair"
             )
 
 
 def entries(node: MappingNode, source: Source) -> dict[str, tuple[Node, Node]]:
-    """Name -> key and value, what `<<` brings included; raises UserError for a key that is no text or occurs twice."""
+    """Name -> key and value, with those merged in by `<<`. Raises UserError for a key that is repeated or not text."""
     own: dict[str, tuple[Node, Node]] = {}
     merged: dict[str, tuple[Node, Node]] = {}
     for key, value in node.value:
@@ -131,7 +135,7 @@ def entries(node: MappingNode, source: Source) -> dict[str, tuple[Node, Node]]:
             )
         elif key.value in own:
             first = f", first in line {own[key.value][0].start_mark.line + 1}" if source.has_lines else ""
-            raise UserError(f"{source.where(key)}: the key '{key.value}' stands here twice{first}")
+            raise UserError(f"{source.where(key)}: the key '{key.value}' appears twice{first}")
         else:
             own[key.value] = (key, value)
     return merged | own
@@ -160,7 +164,7 @@ def plain(node: Node | None, source: Source) -> Any:
 
 
 def shown(node: Node) -> str:
-    """A node in a message: a text as Python writes it, anything else as it stands, shortened."""
+    """A node as messages show it, shortened: quoted text as Python writes it, a plain word as in the file."""
     if not isinstance(node, ScalarNode):
         return "{...}" if isinstance(node, MappingNode) else "[...]"
     text = node.value if len(node.value) <= 80 else f"{node.value[:80]}..."

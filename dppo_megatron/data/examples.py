@@ -1,4 +1,4 @@
-"""Reads the worked solutions of SFT. Each becomes a sample that the actor trains on as on a completion."""
+"""Reads the worked solutions of SFT. Each becomes a sample that the actor trains on like a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dppo_megatron.config.resolved_sets import example_set_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination
-from dppo_megatron.data.sets import ProblemSet, held_out_of, read_set, refuse, trained_on, words_asked
+from dppo_megatron.data.sets import ProblemSet, held_out_of, problem_words, read_set, refuse, trained_on
 from dppo_megatron.data.templates import check_template, is_beyond, render, sequence_start, shared_ids, tokenize
 from dppo_megatron.progress import progress
 from dppo_megatron.types import TrainSample, UserError
@@ -25,16 +25,16 @@ def load_examples(
     max_tokens: int,
     is_over: bool = False,
 ) -> tuple[list[TrainSample], list[str]]:
-    """SFT's worked solutions, as samples of weight and denominator 1, and lines for the log. Each ends with the
+    """SFT's worked solutions as samples with weight and denominator 1, and lines for the log. Each sample ends with the
     end-of-sequence token.
 
     Args:
-        evaluated: whose problems are looked for, and treated as `data.contamination` says.
-        is_over: SFT has been done: no samples, but what was trained on may be problems of a new evaluation set.
+        evaluated: evaluation sets, whose problems are handled according to `data.contamination`.
+        is_over: SFT is done: no samples, but lines about examples that are problems of (perhaps new) evaluation sets.
 
     Raises:
-        UserError: a row without problem or completion, an example of more than `max_tokens` tokens, fewer than a step
-            needs; or evaluated problems are trained on.
+        UserError: a row has no problem or completion, an example has more than `max_tokens` tokens, there are fewer
+            than a step needs, or evaluation problems are trained on.
     """
     settings = example_set_config(config)
     check_template(settings, tokenizer)
@@ -48,18 +48,19 @@ def load_examples(
         for rows in read_set(settings, advance):
             if is_chat:
                 rows, completion_field = [fields.solution_apart(row, settings) for row in rows], fields.LAST_TURN
-            rows = looked_for.kept(rows, (words_asked(row, settings) for row in rows))
+            rows = looked_for.kept(rows, (problem_words(row, settings) for row in rows))
             if is_over:
                 continue
             origins = [row.origin for row in rows]
-            asked = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
-            answers = [fields.completion_of(row, completion_field, settings) for row in rows]
-            for origin, text in zip(origins * 2, asked + answers, strict=True):
+            prompt_texts = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
+            solutions = [fields.completion_of(row, completion_field, settings) for row in rows]
+            for origin, text in zip(origins * 2, prompt_texts + solutions, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
                         f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
                     )
-            prompts, completions = tokenize(asked, tokenizer, shared, start), tokenize(answers, tokenizer, shared)
+            prompts = tokenize(prompt_texts, tokenizer, shared, start)
+            completions = tokenize(solutions, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)
@@ -74,7 +75,7 @@ def load_examples(
     if looked_for.dropped and is_over:
         return [], [
             f"{settings.path}: {looked_for.dropped} examples are of problems of evaluation sets; SFT was done without"
-            " those of sets that were evaluated then, and with those of others"
+            " those of sets that the run evaluated at that time, but with those of sets added later"
         ]
     if looked_for.dropped:
         return samples, [f"{settings.path}: {len(samples)} examples are trained on{left_out}"]
@@ -89,7 +90,7 @@ def _sample(origin: str, prompt: tuple[int, ...], completion: tuple[int, ...], e
         id=origin,
         token_ids=token_ids,
         num_prompt_tokens=len(prompt),
-        behaviour_logprobs=np.broadcast_to(np.float32(0), len(token_ids) - len(prompt)),  # which takes 4 bytes
+        behaviour_logprobs=np.broadcast_to(np.float32(0), len(token_ids) - len(prompt)),  # takes only 4 bytes
         advantage=1.0,
         weight=1.0,
         denominator=1.0,

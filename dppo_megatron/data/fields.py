@@ -1,7 +1,7 @@
-"""Reads a problem from a row: which fields are read, which values they may have, and what of one is the answer.
+"""Reads a problem from a row: which fields are read, which values they may have, and which part is the answer.
 
 A value that is not text is never converted by `str()`: a list of chat messages turned into "[{'role': ..." would be a
-problem that no model can solve or an answer that no completion can match, without any warning.
+problem that no model can solve, or an answer that no completion can match, without any warning.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _LAYOUTS = (
     ({"question", "final_answer"}, "OlympiadBench", ("question", "final_answer", "")),
     ({"problem", "solution"}, "MATH", ("problem", "solution", "")),
 )
-"""Fields that identify a known layout, its name, and its problem, answer and source fields."""
+"""For each known layout: fields that identify it, its name, and its problem, answer and source fields."""
 
 
 def get_field(values: Mapping[str, Any], name: str) -> Any:
-    """The value of `name`, where dots reach into nested rows, and numbers into lists; None if it is not there.
+    """The value of the field `name`, whose dots reach into nested rows and numbers into lists; None if it is absent.
 
     A key that itself contains the dots takes precedence over the nested one.
 
@@ -63,15 +63,15 @@ def problem_of(row: Row, settings: ResolvedSet) -> str | Messages:
 
 
 def answer_of(row: Row, settings: ResolvedSet) -> str:
-    """The reference answer as text; a number as it is written in the file. Empty: `answer_from` finds none. Raises
+    """The reference answer as text; a number in the spelling of the file. Empty if `answer_from` finds none. Raises
     UserError if it is neither text nor a finite number, or is empty."""
     name = settings.answer_field
-    if settings.answer_from and _find(row.values, name) is None:  # null; a field that is not there is an error
+    if settings.answer_from and _find(row.values, name) is None:  # null; an absent field is an error
         return ""
     value = _required(row, name, settings)
     if settings.answer_from:
-        found = ANSWER_RULES[settings.answer_from](value)
-        return found and check_text(found, row.origin, name)
+        answer = ANSWER_RULES[settings.answer_from](value)
+        return answer and check_text(answer, row.origin, name)
     if isinstance(value, str):
         return check_text(value, row.origin, name)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
@@ -91,8 +91,8 @@ def completion_of(row: Row, name: str, settings: ResolvedSet) -> str:
 
 
 def solution_apart(row: Row, settings: ResolvedSet) -> Row:
-    """Of a row with problem and worked solution in one list of messages: the solution, which is the last of them, as
-    the field `LAST_TURN`. Raises UserError for any other row."""
+    """Split a row with problem and worked solution in one list of messages: the last message, the solution, becomes the
+    field `LAST_TURN`. Raises UserError for any other row."""
     turns = problem_of(row, settings)
     if len(turns) < 2 or isinstance(turns, str) or turns[-1]["role"] != "assistant":
         raise UserError(
@@ -103,10 +103,10 @@ def solution_apart(row: Row, settings: ResolvedSet) -> Row:
 
 
 def source_of(row: Row, settings: ResolvedSet) -> str:
-    """The subset that the row names, or nothing. Raises UserError for what is no name."""
+    """The subset that the row names; empty if it names none. Raises UserError for a value that cannot be a name."""
     value = get_field(row.values, settings.source_field) if settings.source_field else None
     if value is None or (isinstance(value, (float, Decimal)) and math.isnan(value)):
-        return ""  # how pandas writes a missing value
+        return ""  # NaN is pandas' missing value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
@@ -115,7 +115,7 @@ def source_of(row: Row, settings: ResolvedSet) -> str:
 
 
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
-    """The row's difficulty, and whether it has one in a form that is not understood (`easy`, a list)."""
+    """The row's difficulty, and whether it has one in a form that cannot be read (`easy`, a list)."""
     if settings.level_field:
         value = get_field(row.values, settings.level_field)
     else:
@@ -136,13 +136,13 @@ def parse_level(value: Any) -> float | None:
     """
     value = float(value) if isinstance(value, Decimal) else value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value) if abs(value) < 1e300 else None  # not NaN, and no integer that a float cannot hold
+        return float(value) if abs(value) < 1e300 else None  # excludes NaN and integers too large for a float
     match = _LEVEL.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 100 else None
     return float(match[1]) / float(match[2] or 1) if match else None
 
 
 def check_text(text: str, origin: str, name: str) -> str:
-    """`text`. Raises UserError if it is empty, holds a NUL, or half of a surrogate pair."""
+    """Returns `text`. Raises UserError if it is blank, or has a NUL or half of a surrogate pair."""
     if not text.strip():
         raise UserError(f"{origin}: '{name}' is {'blank' if text else 'empty'}")
     if "\0" in text:
@@ -151,13 +151,13 @@ def check_text(text: str, origin: str, name: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{origin}: '{name}' holds a lone surrogate (\\u{ord(text[error.start]):04x}), which is no character"
+            f"{origin}: '{name}' holds a lone surrogate (\\u{ord(text[error.start]):04x}), which is not a character"
         ) from None
     return text
 
 
 def kind(value: Any) -> str:
-    """What a value is, in JSON's words."""
+    """The type of a value in JSON's terms, for messages."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -173,14 +173,14 @@ def _required(row: Row, name: str, settings: ResolvedSet) -> Any:
     if value is None:
         raise UserError(f"{row.origin}: '{name}' is null")
     if value is _ABSENT:
-        have = listed(row.values) or "nothing"
-        raise UserError(f"{row.origin}: the row lacks the field '{name}'; it has: {have}{_layout_hint(row, settings)}")
+        names = listed(row.values) or "nothing"
+        raise UserError(f"{row.origin}: the row lacks the field '{name}'; it has: {names}{_layout_hint(row, settings)}")
     return value
 
 
 def _find(values: Any, name: str) -> Any:
     if isinstance(values, (list, tuple)):
-        values = {str(place): item for place, item in enumerate(values)}
+        values = {str(index): item for index, item in enumerate(values)}
     if not isinstance(values, Mapping):
         return _ABSENT
     if name in values:
@@ -188,28 +188,28 @@ def _find(values: Any, name: str) -> Any:
     head, dot, rest = name.partition(".")
     while dot:
         if head in values:
-            found = _find(values[head], rest)
-            if found is not _ABSENT:
-                return found
+            value = _find(values[head], rest)
+            if value is not _ABSENT:
+                return value
         more, dot, rest = rest.partition(".")
         head = f"{head}.{more}"
     return _ABSENT
 
 
 def section_of(settings: ResolvedSet) -> str:
-    """The section whose settings this set reads first: its own, if it has one."""
+    """The section in which to change this set's settings: its own entry if it has one, else `data`."""
     return settings.key if "_sets." in settings.key else "data"
 
 
 def _layout_hint(row: Row, settings: ResolvedSet) -> str:
-    if settings.key == "sft.examples_path":  # a layout's settings would be those of the training sets too
+    if settings.key == "sft.examples_path":  # no layout: its settings would also change how training sets are read
         return ". Worked solutions are read by data.problem_field and sft.completion_field"
     section = section_of(settings)
     for fields, name, (problem, answer, source) in _LAYOUTS:
         if fields <= row.values.keys() and get_field(row.values, problem) is not None:
             wanted = {"problem_field": problem, "answer_field": answer, "source_field": source}
             if isinstance(get_field(row.values, problem), (list, tuple)) and not settings.template.apply_chat_template:
-                wanted["apply_chat_template"] = "true"  # of messages, the content
+                wanted["apply_chat_template"] = "true"  # which messages need
             given = " ".join(f"{section}.{key}={value}" for key, value in wanted.items() if value)
             return f". This looks like {name}'s layout: {given}"
     return ""
@@ -237,7 +237,7 @@ def _message(turn: Any, origin: str, name: str) -> dict[str, str]:
     if role not in _ROLES:
         raise UserError(f"{origin}: '{name}.role' is {role!r}; known roles: {', '.join(_ROLES)}"[:500])
     if isinstance(content, (list, tuple)) and content:
-        # as in vLLM's chat endpoint: text parts joined by newlines
+        # joined as vLLM's chat endpoint does
         content = "\n".join(_part(part, origin, f"{name}.content[{i}]") for i, part in enumerate(content))
     if not isinstance(content, str):
         raise UserError(f"{origin}: '{name}.content' is {kind(content)}; it must be text")
@@ -251,7 +251,7 @@ def _part(part: Any, origin: str, name: str) -> str:
 
 
 def as_is(value: Any) -> str:
-    """The answer itself: text, a whole number, or a list of texts, which becomes one text.
+    """The whole value as the answer: text, a number, or a list of these, which is joined into one text.
 
     Example:
         as_is("5"), as_is(5), as_is(["$2$", "$3$"])  # "5", "5", "$2$, $3$"
@@ -265,8 +265,8 @@ def as_is(value: Any) -> str:
 
 def after_hashes(value: Any) -> str:
     """The text after the last `####` of a GSM8K solution, without thousands separators."""
-    _, found, answer = str(value).rpartition("####")
-    return answer.strip().replace(",", "") if found else ""
+    _, mark, answer = str(value).rpartition("####")
+    return answer.strip().replace(",", "") if mark else ""
 
 
 def last_boxed(value: Any) -> str:
@@ -283,17 +283,17 @@ def last_boxed(value: Any) -> str:
     if not rest.startswith("{"):
         return rest.split("$")[0].strip()
     depth = 0
-    for place, character in enumerate(rest):
-        escaped = place > 0 and rest[place - 1] == "\\"
+    for position, character in enumerate(rest):
+        escaped = position > 0 and rest[position - 1] == "\\"
         if character in "{}" and not escaped:
             depth += 1 if character == "{" else -1
             if depth == 0:
-                return rest[1:place].strip()
+                return rest[1:position].strip()
     return ""
 
 
 def last_item(value: Any) -> str:
-    """The last item of a list, or of a list as JSON text, which is how Skywork writes it; else the answer itself.
+    """The last item of a list, or of a list in JSON text, as in Skywork's rows; else the whole value.
 
     Example:
         last_item('["2", "3"]'), last_item([2]), last_item("2")  # "3", "2", "2"
@@ -307,4 +307,4 @@ def last_item(value: Any) -> str:
 
 
 ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {"boxed": last_boxed, "last": last_item, "hashes": after_hashes}
-"""By `answer_from`; each gives nothing for a value without such an answer."""
+"""By `answer_from`; each returns "" for a value without such an answer."""

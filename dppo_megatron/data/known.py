@@ -1,9 +1,9 @@
 """The sets that papers train and report on: where each is on the hub, and how its rows are converted.
 
-A record describes a set completely; no code below knows a set by name. Most sets have several copies on the hub: the
-one listed is its authors', if there is one, else the one that evaluation harnesses read. All rows are converted to
+A record describes a set completely; the code below contains no set's name. Most sets have several copies on the hub:
+listed is its authors' own, if there is one, else the copy that evaluation harnesses use. All rows are converted to
 `{id, problem, answer, source, level, subject}`, so that a config needs no field settings and problems contain no
-foreign template.
+other trainer's template.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class KnownSet:
     hub: str
     """owner/name."""
     splits: Mapping[str, str]
-    """Our file (train, test) to the hub's split."""
+    """Name of the file to write (train, test) -> the hub's split."""
     problem: str
-    """Field with the problem; dots and list places reach into it (`prompt.0.content`)."""
+    """Field with the problem; dots and list indices reach into it (`prompt.0.content`)."""
     answer: str
     """Field with the answer, or with a solution that ends in it."""
     answer_rule: Callable[[Any], str] = as_is
@@ -41,11 +41,11 @@ class KnownSet:
     subset: str = ""
     """The hub's configuration; empty: the default one."""
     carried: Mapping[str, str] = field(default_factory=dict)
-    """Our field name to theirs, copied if a row has it: level, subject, id."""
+    """Our field name -> the hub's, copied if a row has it: level, subject, id."""
     strip: tuple[str, str] = ("", "")
-    """Instruction before and after every problem, removed: the run chooses the template."""
+    """Instruction before and after every problem. It is removed, as the run chooses the template."""
     deduplicate: bool = False
-    """Keep only the first row of every problem: the hub's file repeats them on purpose."""
+    """Keep only the first row of every problem, for a file that repeats its problems."""
 
 
 _DAPO_BEFORE = (
@@ -101,7 +101,7 @@ KNOWN_SETS: dict[str, KnownSet] = {
 
 
 def our_row(values: Mapping[str, Any], known: KnownSet, name: str) -> dict[str, Any]:
-    """A row of the hub in our layout; `problem` or `answer` is empty if it has none."""
+    """A row of the hub in our layout; `problem` or `answer` is empty if the row has none."""
     problem = get_field(values, known.problem)
     before, behind = known.strip
     text = problem.strip() if isinstance(problem, str) else ""
@@ -118,18 +118,18 @@ def our_row(values: Mapping[str, Any], known: KnownSet, name: str) -> dict[str, 
 def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool = False) -> Iterator[str]:
     """Write the set's files into `out`; yields a line for each, with what was left out.
 
-    All files of a set are read before one is written, each appears complete or not at all, and one that is there stays
-    unless `overwrite` is given.
+    All splits are read before a file is written, each file appears complete or not at all, and an existing one stays
+    unless `overwrite` is true.
 
     Raises:
-        UserError: no such set, no network, another layout than expected, or a file is there.
+        UserError: no such set, no network, another layout than expected, or a file exists.
     """
     check_choice("set", name, KNOWN_SETS)
     known = KNOWN_SETS[name]
     files = {part: out / f"{part}.jsonl" for part in known.splits}
     for path in files.values():
         if path.exists() and not overwrite:
-            raise UserError(f"{path} is there already; give --overwrite to replace it, or another --out")
+            raise UserError(f"{path} already exists; give --overwrite to replace it, or another --out")
     if origin and not Path(origin).is_dir():
         raise UserError(f"--from {origin}: no such directory")
     parts: dict[str, tuple[list[dict[str, Any]], str]] = {}
@@ -147,23 +147,23 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
 
 
 def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tuple[list[dict[str, Any]], str]:
-    """One split in our layout, and what is to be said of the rows that are left out."""
+    """One split in our layout, and a note about the rows that are left out."""
     incomplete, repeated = "without a problem or an answer", "repetitions of a problem"
     contradicting = "of those with another answer than the first"
     left_out = {incomplete: 0, repeated: 0, contradicting: 0}
-    found: dict[str, dict[str, Any]] = {}
+    converted: dict[str, dict[str, Any]] = {}
     for number, values in enumerate(rows):
         row = our_row(values, known, name)
         key = row["problem"] if known.deduplicate else str(number)
         if not row["problem"] or not row["answer"]:
             left_out[incomplete] += 1
-        elif key in found:
+        elif key in converted:
             left_out[repeated] += 1
-            left_out[contradicting] += found[key]["answer"] != row["answer"]
+            left_out[contradicting] += converted[key]["answer"] != row["answer"]
         else:
-            found[key] = row
-    said = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
-    return list(found.values()), f" (left out: {said})" if said else ""
+            converted[key] = row
+    note = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
+    return list(converted.values()), f" (left out: {note})" if note else ""
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

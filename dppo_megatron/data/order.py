@@ -1,8 +1,8 @@
 """The order in which prompts are visited: over one set, or several in fixed shares; shuffled, or sorted by a key.
 
-It is a pure function of the position, and a resumed run continues with the same prompts. Of sets with weights or a key,
-a checkpoint also stores how far each has come, and its epoch, which other weights, another number of prompts a step, or
-a key that changes with the run, as the model's pass rate does, may not give again.
+It is a pure function of the position, so a resumed run continues with the same prompts. For sets with weights or a key,
+a checkpoint also stores each set's progress and the order of its present epoch. That order cannot be computed again
+under other weights, another number of prompts per step, or a key that changes, such as the model's pass rate.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, IntArray, UserError
 
 Key: TypeAlias = Callable[[], FloatArray]
-"""What an epoch that begins now is sorted by, rising: [prompts of all sets]; equals, and NaN at the end, at random."""
+"""What an epoch that begins now is sorted by, ascending: [prompts of all sets]. NaN last; ties in random order."""
 
 _MOST_SLOTS = 1_000_000
-"""Length of the longest pattern of sets. Weights whose ratio needs more are rounded to parts in a million."""
+"""Longest pattern of sets. Weights whose ratio needs a longer one are rounded to millionths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,7 @@ class PromptOrder:
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
         """The next `count` <= num_prompts indices [count] int64, and the position after them.
 
-        Always from one epoch, so that no prompt comes twice: if fewer than `count` are left in an epoch, they are
-        skipped.
+        All are from one epoch, so that none repeats: if fewer than `count` are left in an epoch, they are skipped.
         """
         epoch, offset = divmod(position, self.num_prompts)
         if offset + count > self.num_prompts:
@@ -52,14 +51,14 @@ class PromptOrder:
 class WeightedOrder:
     """Several sets side by side, each in its share of every step and with its own epochs.
 
-    Sets take turns in a fixed pattern: slot by slot the set whose next item is due first, item j of a set with share w
-    being due at (j + 1/2) / w. After one pattern the shares are exact, and at any time each set is within a few items
-    of its share. A set's items are its epochs one after the other, each epoch every problem once, so the position in
-    every set, and its epoch, follow from the one position that a checkpoint keeps, and after a resume with other
-    weights from what had been taken of each set.
+    Sets take turns in a fixed pattern. Each slot goes to the set whose next item is due first, where item j of a set
+    with share w is due at (j + 1/2) / w. After one pattern the shares are exact, and at any time each set is within a
+    few items of its share. A set's items are its epochs one after the other, and each epoch has every problem once. So
+    the position and epoch in every set follow from the one position in the checkpoint, or, after a resume with other
+    weights, from the number of items taken from each set.
 
-    No problem comes twice within `per_take` slots, also where an epoch ends inside a step: the next epoch's shuffle
-    leaves so much room behind each problem's last place.
+    No problem repeats within `per_take` slots, even if an epoch ends inside a step: the next epoch is reordered to keep
+    that distance from each problem's last occurrence.
 
     Example:
         shares 2:1 of sets of 3 and 2 problems make the pattern A B A. Slots 0-5 hold items A0 B0 A1 A2 B1 A3, where
@@ -68,7 +67,7 @@ class WeightedOrder:
     Args:
         sizes: problems of each set; set s has the prompt indices from sum(sizes[:s]) on.
         weights: relative shares.
-        per_take: the most that is taken at once, for which no problem comes twice.
+        per_take: most prompts of one `take`, within which no problem repeats.
         key: what each epoch of each set is sorted by; None: shuffled.
 
     Raises:
@@ -97,47 +96,47 @@ class WeightedOrder:
                     f" holds only {size} problems; lower its weight or rollout.prompts_per_step"
                 )
         self._ahead = np.zeros(len(shares), dtype=np.int64)
-        """[sets] items beyond those that these weights would have taken: `go_on`."""
+        """[sets] items taken in addition to those that these weights would have taken; see `go_on`."""
         self._latest: dict[int, tuple[int, IntArray]] = {}
-        """Set to the epoch last asked for and its order, which the next epoch's needs."""
+        """Set -> its latest epoch and that epoch's order, from which the next epoch's order is computed."""
         self._first = np.concatenate([[0], np.cumsum(self._sizes)]).astype(np.int64)
 
     @property
     def num_prompts(self) -> int:
-        """Of all sets."""
+        """Prompts of all sets."""
         return int(self._first[-1])
 
     def taken(self, position: int) -> IntArray:
-        """[sets] items of each set before `position`; divided by its size, its epoch."""
+        """[sets] items of each set before `position`. Divided by the set's size, this is its epoch."""
         rounds, slot = divmod(position, len(self._pattern))
         items: IntArray = self._ahead + rounds * self._before[:, -1] + self._before[:, slot]
         return items
 
     def go_on(self, position: int, taken: IntArray) -> None:
-        """From `position`, before which `taken` [sets] items of each set were, by other weights perhaps."""
+        """Continue at `position`, before which `taken` [sets] items of each set were taken, maybe by other weights."""
         if len(taken) == len(self._sizes):
             self._ahead += taken - self.taken(position)
 
     def take(self, position: int, count: int) -> tuple[IntArray, int]:
         """The prompts of the next `count` slots, and the position after them.
 
-        With more than `per_take` slots a problem may repeat; it is then left out, so fewer are returned.
+        In more than `per_take` slots a problem may repeat. The repetition is left out, so that fewer are returned.
         """
         slots = (position + np.arange(count)) % len(self._pattern)
         sets, item = self._pattern[slots], self.taken(position)
         indices = np.empty(count, dtype=np.int64)
         for s in np.unique(sets):
-            mine = np.flatnonzero(sets == s)
-            indices[mine] = self._first[s] + self._items(int(s), int(item[s]), len(mine))
+            slots_of_set = np.flatnonzero(sets == s)
+            indices[slots_of_set] = self._first[s] + self._items(int(s), int(item[s]), len(slots_of_set))
         _, firsts = np.unique(indices, return_index=True)
         return indices[np.sort(firsts)], position + count
 
     def state_dict(self) -> dict[int, Any]:
-        """Each set's epoch and its order. The arrays are not copied."""
+        """Each set's latest epoch and its order. The arrays are not copied."""
         return dict(self._latest)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
-        """Without the orders of what had another size."""
+        """Restore `state_dict`, except for sets that had another size."""
         sizes = dict(enumerate(self._sizes))
         self._latest = {s: (epoch, order) for s, (epoch, order) in state.items() if len(order) == sizes.get(s)}
 
@@ -152,22 +151,22 @@ class WeightedOrder:
         return np.concatenate(parts)
 
     def _epoch(self, s: int, epoch: int) -> IntArray:
-        """[size] the problems of one epoch of set `s`; each is spaced from the one before, so from the first on."""
+        """[size] the problems of one epoch of set `s`. Its order depends on the one before it, so all are computed."""
         last, order = self._latest.get(s, (-1, None))
         if epoch < last:
             last, order = -1, None
         for number in range(last + 1, epoch + 1):
             shuffled = generator(self._seed, "order of a weighted set", s, number).permutation(self._sizes[s])
             if self._key is not None:
-                own = self._key()[self._first[s] : self._first[s + 1]]
-                shuffled = shuffled[np.argsort(own[shuffled], kind="stable")]
+                values = self._key()[self._first[s] : self._first[s + 1]]
+                shuffled = shuffled[np.argsort(values[shuffled], kind="stable")]
             order = _spaced(shuffled.astype(np.int64), order, self._window[s])
         assert order is not None
         self._latest[s] = (epoch, order)
         return order
 
     def _most(self, s: int, count: int) -> int:
-        """The most items of set `s` in any `count` slots in a row."""
+        """The most items of set `s` in any `count` consecutive slots."""
         rounds, rest = divmod(count, len(self._pattern))
         before = self._before[s]
         twice = np.concatenate([before, before[-1] + before[1:]])
@@ -182,11 +181,11 @@ def make_order(
 ) -> Order:
     """The order over all training sets: together, or with `weights` each in its share; by `key`, or shuffled.
 
-    One set has one order, whatever its weight. A step of a sorted order goes on into the next epoch: it must not be the
-    same problems that are skipped at the end of every epoch.
+    The weight of a single set has no effect. In a sorted order a step at an epoch's end continues into the next epoch:
+    otherwise the same problems would be skipped at the end of every epoch.
 
     Raises:
-        UserError: a step of `per_take` prompts needs more problems of a set than it has, or hardly any.
+        UserError: a step of `per_take` prompts needs more problems of a set than it has, or a weight is too small.
     """
     if weights is None or len(sizes) == 1:
         whole = {"": sum(sizes.values())}
@@ -195,7 +194,7 @@ def make_order(
 
 
 def whole_epochs(size: int, seed: int, per_take: int) -> Order:
-    """Of which nothing is skipped: a step goes on into the next epoch. Where none has to, it is the `PromptOrder`."""
+    """A shuffled order that skips nothing: a step may continue into the next epoch. If none needs to: `PromptOrder`."""
     return WeightedOrder({"": size}, {"": 1.0}, seed, per_take) if size % per_take else PromptOrder(size, seed)
 
 
@@ -203,8 +202,8 @@ def order_key(order: OrderName, by: OrderBy, num_prompts: int, level: FloatArray
     """What `data.order` sorts by, given `data.order_by`; None: shuffled.
 
     Args:
-        level: [num_prompts], NaN where a problem has none; None: none has.
-        pass_rate: of each problem as it is known when it is called.
+        level: [num_prompts], NaN for a problem without one; None: no problem has one.
+        pass_rate: returns each problem's pass rate, as known at the time of the call.
 
     Raises:
         UserError: no problem has a level to sort by.
@@ -233,14 +232,14 @@ def _whole_shares(weights: list[float], names: list[str]) -> list[int]:
     rounded = [round(part * _MOST_SLOTS) for part in parts]
     for name, share in zip(names, rounded, strict=True):
         if not share:
-            raise UserError(f"data.train_sets.{name}.weight: less than a millionth of all; leave the set out")
+            raise UserError(f"data.train_sets.{name}.weight: less than a millionth of the total; leave the set out")
     common = math.gcd(*rounded)
     return [share // common for share in rounded]
 
 
 def _pattern(shares: list[int]) -> npt.NDArray[np.int16]:
-    """[sum(shares)] the set of each slot: the one whose next item is due first; ties go by place in the list."""
-    # quotients of integers this small are equal exactly where the fractions are, so ties are the true ones
+    """[sum(shares)] the set of each slot: the one whose next item is due first; of several, the first in the list."""
+    # Floating-point quotients of integers this small are equal only if the exact fractions are.
     due = np.concatenate([(2 * np.arange(share) + 1) / share for share in shares])
     owner = np.repeat(np.arange(len(shares)), shares)
     return owner[np.lexsort((owner, due))].astype(np.int16)
@@ -250,25 +249,25 @@ def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArra
     """`shuffled`, reordered as little as needed so that no `window` consecutive items contain a duplicate.
 
     Args:
-        before: the epoch before, whose end this one follows; None: there is none.
+        before: the epoch before this one; None: there is none.
 
     Example:
-        _spaced([2, 0, 1, 3], before=[0, 1, 3, 2], window=3)  # [0, 1, 2, 3]: 2 and 3 were last, and wait
+        _spaced([2, 0, 1, 3], before=[0, 1, 3, 2], window=3)  # [0, 1, 2, 3]: 2 and 3 were last, so they are put off
     """
     if before is None or window < 2:
         return shuffled
     size, rank = len(shuffled), np.argsort(shuffled)
-    early = shuffled[~np.isin(shuffled, before[size - window + 1 :])]
-    released: list[int] = []  # the first rank at which each of the last items of `before` may come again
-    chosen, next_early = [], 0
-    for place in range(window - 1):
-        if place:
-            heapq.heappush(released, int(rank[before[size - window + place]]))
-        if released and (next_early == len(early) or released[0] < rank[early[next_early]]):
+    allowed = shuffled[~np.isin(shuffled, before[size - window + 1 :])]  # not among the last items of `before`
+    released: list[int] = []  # ranks of those last items that are far enough away by now, as a heap
+    chosen, next_allowed = [], 0
+    for position in range(window - 1):
+        if position:
+            heapq.heappush(released, int(rank[before[size - window + position]]))
+        if released and (next_allowed == len(allowed) or released[0] < rank[allowed[next_allowed]]):
             chosen.append(int(shuffled[heapq.heappop(released)]))
         else:
-            chosen.append(int(early[next_early]))
-            next_early += 1
+            chosen.append(int(allowed[next_allowed]))
+            next_allowed += 1
     rest = shuffled[~np.isin(shuffled, chosen)]
     spaced: IntArray = np.concatenate([np.array(chosen, dtype=np.int64), rest])
     return spaced

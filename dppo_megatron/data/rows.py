@@ -1,10 +1,9 @@
-"""Reads problem sets of any format into rows: files, directories and the hub (through the `datasets` library); or
-raises one line that names what is wrong with one.
+"""Reads problem sets of any format into rows: files, directories and the hub (through the `datasets` library).
 
 Files may hold anything: text in another encoding, numbers of 10,000 digits, objects nested a thousand deep, half a
-download. Everything that a parser can raise becomes a `UserError` here, with the line if known, so that the rest of
-`data/` sees plain Python values only. JSON is parsed by the standard library and not a faster one because its hooks
-give a number's exact text, which graders compare with.
+download. Every error of a parser becomes a `UserError` of one line here, with the line number if known, so that the
+rest of `data/` sees only plain Python values. JSON is parsed by the standard library and not by a faster one because
+its hooks give the exact text of a number, with which graders compare.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from dppo_megatron.types import UserError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_LINE = 64 * 2**20
-"""Bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+"""Most bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
 _MOST_UNPACKED = 300
-"""Times its size that a gzip file may unpack to: rows have 3 to 75, nothing but zeros 230 to 1,030."""
+"""Largest ratio of unpacked to compressed size: that of rows is 3 to 75, that of nothing but zeros 230 to 1,030."""
 _MOST_REPEATED = 2**28
-"""Bytes that a table may hold in any case: one long system prompt in each of 10,000 rows takes a few in its file."""
+"""Bytes that a table may unpack to whatever that ratio: a system prompt repeated in 10,000 rows is stored once."""
 _MOST_GROWN = 2**30
-"""Bytes that reading a few hundred rows may take."""
+"""Most memory, in bytes, that reading a few hundred rows may take."""
 _MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
-"""Version of `datasets`: since then a repository's own script is never run."""
+"""Oldest version of `datasets`. Earlier ones run scripts of a repository."""
 _ROWS_AT_A_TIME = 256
 
 
@@ -55,7 +54,7 @@ class Row:
 
 
 class JsonFloat(float):
-    """A float that the file spells otherwise than Python: 0.50, 1e22. A copy, as graders get it, is a plain float."""
+    """A float that the file spells differently than Python: 0.50, 1e22. Pickled, for graders, it is a plain float."""
 
     __slots__ = ("text",)
 
@@ -64,7 +63,7 @@ class JsonFloat(float):
 
     @classmethod
     def parse(cls, text: str) -> float:
-        """Most are plain floats: one with its text takes four times their memory."""
+        """A plain float if Python spells it as `text`, because a JsonFloat takes four times the memory."""
         value = float(text)
         return value if repr(value) == text else cls(text)
 
@@ -73,16 +72,16 @@ class JsonFloat(float):
 
 
 def read_rows(path: str, subset: str, split: str) -> Iterator[Row]:
-    """The rows of `hub:owner/name`, of a directory that `datasets` knows, or of a file. Raises UserError if it is none
-    of them or cannot be read."""
+    """The rows of `hub:owner/name`, of a directory that `datasets` can load, or of a file. Raises UserError if it is
+    none of these or cannot be read."""
     if path.startswith("hub:") or Path(path).is_dir():
         return _of_library(path, subset, split)
     return read_file(path)
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of a .jsonl, .json, .csv, .tsv or .parquet file, by its name; the text formats also with .gz behind.
-    Raises UserError: no known format in the name, or the content does not match it."""
+    """The rows of a .jsonl, .json, .csv, .tsv or .parquet file; text formats also with .gz at the end. Raises UserError
+    if the name has none of these suffixes, or the content is of another format."""
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     reader = _READERS.get(kind)
@@ -99,7 +98,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
-    """The rows of a pyarrow table whose first row is number `first` of its file or set."""
+    """The rows of a pyarrow table. `first`: index of its first row in the file or set."""
     short = {column.name: column.type for column in table.schema if _holds_short_floats(column.type)}
     for number, values in enumerate(table.to_pylist(), start=first):
         for name, kind in short.items():
@@ -108,23 +107,23 @@ def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of fields for a message; in a damaged file they may be of any number and length."""
+    """Names of fields for a message, shortened: a damaged file may have any number of names of any length."""
     text = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in names)
     return text if len(text) <= 600 else f"{text[:600]}, ..."
 
 
 _SHORT = {"halffloat": np.float16, "float": np.float32}
-"""Arrow's names of floats that Python has no type for."""
+"""Arrow's names of float types that Python does not have."""
 
 
 def _holds_short_floats(kind: Any) -> bool:
-    inside = (kind.field(place).type for place in range(kind.num_fields))
+    inside = (kind.field(index).type for index in range(kind.num_fields))
     return str(kind) in _SHORT or any(map(_holds_short_floats, inside))
 
 
 def _as_written(value: Any, kind: Any) -> Any:
-    """A value of Arrow type `kind`, every short float in it as the float64 with the same shortest text: 0.1 and not
-    0.10000000149. Inside lists and objects too: in verl's rows the answer is one level down."""
+    """A value of Arrow type `kind`, with every short float in it as the float64 of the same shortest text: 0.1 and not
+    0.10000000149. Also inside lists and objects, as the answer in verl's rows is inside an object."""
     if value is None:
         return None
     if short := _SHORT.get(str(kind)):
@@ -144,7 +143,7 @@ def _json_lines(path: str) -> Iterator[Row]:
 
 
 def _json(path: str) -> Iterator[Row]:
-    """A list of objects, {"data": [...]}, or JSON Lines named .json, as many files are."""
+    """A list of objects, {"data": [...]}, or JSON Lines, which many files named .json hold."""
     with _open(path) as file:
         size = os.stat(path).st_size
         raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
@@ -153,17 +152,17 @@ def _json(path: str) -> Iterator[Row]:
     if text.startswith("{") and _has_objects_as_lines(text):
         yield from _json_lines(path)
         return
-    found = _parse(text, path)
-    listed = found.get("data") if isinstance(found, dict) else found
-    if not isinstance(listed, list):
-        raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object a line')
-    for number, values in enumerate(listed):
+    document = _parse(text, path)
+    items = document.get("data") if isinstance(document, dict) else document
+    if not isinstance(items, list):
+        raise UserError(f'{path}: expected a list of JSON objects, {{"data": [...]}}, or one object per line')
+    for number, values in enumerate(items):
         origin = f"{path}[{number}]"
         yield Row(origin, _object(values, origin))
 
 
 def _has_objects_as_lines(text: str) -> bool:
-    """Whether a text that begins as an object is more than {"data": [...]}."""
+    """Whether a text that begins with an object is JSON Lines, and not {"data": [...]}."""
     try:
         first, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -201,14 +200,14 @@ def _csv_header(cells: list[str], origin: str) -> list[str]:
 
 
 def _parquet(path: str) -> Iterator[Row]:
-    import pyarrow  # 0.2 s of CPU, which a job on JSON Lines need not spend
+    import pyarrow  # here, as it takes 0.2 s of CPU and a job on JSON Lines does not need it
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
-                raise UserError(f"{path}: two columns have one name; it has: {listed(names)}")
+                raise UserError(f"{path}: two columns have the same name; it has: {listed(names)}")
             batches = file.iter_batches(batch_size=_ROWS_AT_A_TIME, use_threads=False)
             yield from _rows_of_tables(map(pyarrow.Table.from_batches, ([batch] for batch in batches)), path)
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
@@ -216,38 +215,38 @@ def _parquet(path: str) -> Iterator[Row]:
 
 
 def _rows_of_tables(tables: Iterator[Any], path: str) -> Iterator[Row]:
-    """The rows of a file or directory `path` in tables of a few hundred, so that one string that a kilobyte repeats a
-    million times takes neither the machine's memory nor a minute."""
-    number, held = 0, 0
+    """The rows of `tables` of a few hundred rows each, from the file or directory `path`. Memory is bounded, because a
+    kilobyte of a file may repeat one string a million times."""
+    number, unpacked = 0, 0
     files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
-    size = sum(file.stat().st_size for file in files if file.is_file())  # of a set of the hub 0
+    size = sum(file.stat().st_size for file in files if file.is_file())  # 0 for a set of the hub
     while True:
         try:
             with growing_at_most(_MOST_GROWN):
                 if (table := next(tables, None)) is None:
                     return
-                held += sum(map(_unpacked_bytes, table.itercolumns()))
+                unpacked += sum(map(_unpacked_bytes, table.itercolumns()))
                 rows = list(table_rows(table, path, number))
         except MemoryError:
             raise UserError(
-                f"{path}[{number}]: {_ROWS_AT_A_TIME} rows from here on take more than {_MOST_GROWN >> 30} GiB of"
-                " memory; a problem has thousands of bytes: this is another kind of file, or is damaged"
+                f"{path}[{number}]: the {_ROWS_AT_A_TIME} rows from this one on take more than {_MOST_GROWN >> 30} GiB"
+                " of memory; a problem has thousands of bytes: this is another kind of file, or is damaged"
             ) from None
         if size:
-            _check_held(held, max(_MOST_REPEATED, _MOST_UNPACKED * size), path)
+            _check_ratio(unpacked, max(_MOST_REPEATED, _MOST_UNPACKED * size), path)
         yield from rows
         number += len(rows)
 
 
 def _unpacked_bytes(column: Any) -> int:
-    """Of a dictionary's codes, what they stand for."""
+    """Bytes of a column with its dictionary codes replaced by the values they stand for."""
     chunks = (chunk.dictionary_decode() if hasattr(chunk, "dictionary") else chunk for chunk in column.chunks)
     return sum(chunk.nbytes for chunk in chunks)
 
 
 @contextmanager
 def growing_at_most(most: int) -> Iterator[None]:
-    """In the block this process may take so many bytes of memory more than it has; then it is a MemoryError."""
+    """In the block, this process gets a MemoryError if it takes more than `most` bytes of additional memory."""
     if not os.path.exists("/proc/self/statm"):  # not Linux
         yield
         return
@@ -277,27 +276,27 @@ def _open(path: str) -> IO[bytes]:
 
 def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
     """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
-    _check_held(file.tell(), max(2**23, _MOST_UNPACKED * size), path)
+    _check_ratio(file.tell(), max(2**23, _MOST_UNPACKED * size), path)
 
 
-def _check_held(held: int, most: int, path: str) -> None:
-    if held > most:
+def _check_ratio(unpacked: int, most: int, path: str) -> None:
+    if unpacked > most:
         raise UserError(
-            f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; if it may, unpack it yourself (a table:"
-            " write it as .jsonl)"
+            f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; if that is right, unpack it yourself (write"
+            " a table as .jsonl)"
         )
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its line end) of each line, without a byte-order mark."""
+    """(number from 1, text with its line end) of each line. A byte-order mark is removed."""
     with _open(path) as file:
         blank, size = 0, os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
             blank = 0 if line.strip() else blank + 1
-            if blank > _MOST_BLANK:  # a gigabyte of them takes ten minutes to read
-                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} blank lines one after another")
+            if blank > _MOST_BLANK:  # a gigabyte of blank lines takes ten minutes to read
+                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} consecutive blank lines")
             _check_unpacked(file, path, size)
             text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
             yield number, text
@@ -315,9 +314,9 @@ def _decode(raw: bytes, path: str, line: str) -> str:
 
 
 def _object(value: Any, origin: str) -> dict[str, Any]:
-    """A row's values; of a list of objects, such as the turns of Open-Reasoner-Zero, by their places: `0.value`."""
+    """A row's values. A list of objects, such as turns in Open-Reasoner-Zero, has its indices as names (0.value)."""
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return {str(place): item for place, item in enumerate(value)}
+        return {str(index): item for index, item in enumerate(value)}
     if not isinstance(value, dict):
         raise UserError(f"{origin}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -332,8 +331,8 @@ def _parse(text: str, origin: str) -> Any:
 
 def _of_library(path: str, subset: str, split: str) -> Iterator[Row]:
     """The rows of `hub:owner/name` or `hub:owner/name@revision`, of a directory that `save_to_disk` wrote, or of a
-    repository of the hub that was downloaded. Raises UserError: the extra is missing, there is no network, or it is
-    none of them or has no such subset or split."""
+    downloaded repository of the hub. Raises UserError if `datasets` is missing, there is no network, or `path` is none
+    of these or has no such subset or split."""
     named = _NAME.fullmatch(path.removeprefix("hub:")) if path.startswith("hub:") else None
     if path.startswith("hub:") and named is None:
         raise UserError(f"{path}: expected hub:owner/name or hub:owner/name@revision")
@@ -347,25 +346,24 @@ def _of_library(path: str, subset: str, split: str) -> Iterator[Row]:
                 named["name"], subset or None, split=split or None, revision=named["revision"] or None
             )
         else:
-            datasets.disable_progress_bars()  # they are for downloads
-            # a repository is streamed, so that no second copy is left in the library's cache
+            datasets.disable_progress_bars()  # nothing is downloaded
+            # streamed, so that no copy of the repository is left in the library's cache
             repository = {"path": str(Path(path).absolute()), "name": subset or None, "streaming": True}
             loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(**repository)
-    except Exception as error:  # the library and its dependencies raise some thirty kinds
+    except Exception as error:  # the library and its dependencies raise some thirty classes
         neither = f"neither a directory saved by `datasets` nor a downloaded repository: {reason(error)}"
         raise UserError(f"{path}: {_hub_reason(error) if named else neither}") from None
     yield from _arrow_rows(_one_split(loaded, path, split), path)
 
 
 def _import_datasets(path: str) -> Any:
-    """`datasets`. Only its Arrow tables are read: images and audio are never decoded, so its extras are not needed."""
+    """The module `datasets`. It decodes no images or audio here, so its extras are not needed."""
     try:
-        import datasets  # two seconds, which a job on JSON Lines does not need
+        import datasets  # here, as it takes two seconds and a job on JSON Lines does not need it
     except ImportError:
         raise UserError(f"{path}: needs the extra 'data': pip install 'dppo_megatron[data]'") from None
-    if int(datasets.__version__.partition(".")[0]) < _OLDEST:
-        found = datasets.__version__
-        raise UserError(f"{path}: needs datasets {_OLDEST} or later (older ones run its scripts), not {found}")
+    if int((version := datasets.__version__).partition(".")[0]) < _OLDEST:
+        raise UserError(f"{path}: needs datasets {_OLDEST} or later (older ones run its scripts), not {version}")
     return datasets
 
 
@@ -384,7 +382,7 @@ def _one_split(loaded: Any, path: str, split: str) -> Any:
 
 
 def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
-    """Arrow tables, whatever format the set was saved with."""
+    """The rows of a split of `datasets`, read as Arrow tables whatever its format."""
     number = 0
     try:
         for row in _rows_of_tables(iter(split.with_format("arrow").iter(_ROWS_AT_A_TIME)), origin):
@@ -397,13 +395,13 @@ def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
 
 
 def _hub_reason(error: Exception) -> str:
-    """Advice for a set of the hub that did not load."""
-    names, said = {kind.__name__ for kind in type(error).__mro__}, reason(error)
+    """Why a set of the hub did not load, with advice."""
+    names, detail = {kind.__name__ for kind in type(error).__mro__}, reason(error)
     if os.environ.get("HF_DATASETS_OFFLINE") == "1" or os.environ.get("HF_HUB_OFFLINE") == "1":
-        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {said}"
+        return f"offline (HF_DATASETS_OFFLINE or HF_HUB_OFFLINE is set) and not in the local cache: {detail}"
     if names & {"ConnectionError", "OfflineModeIsEnabled", "Timeout", "ConnectError"}:
-        return f"the hub cannot be reached: {said}"
+        return f"the hub cannot be reached: {detail}"
     if "DatasetNotFoundError" in names:
         closed = "needs a login that has accepted its terms" if "gated" in str(error) else ""
-        return f"{closed or 'not found on the hub, or not open to you'} (hf auth login): {said}"
-    return f"the connection to the hub broke, run it again: {said}" if "TransportError" in names else said
+        return f"{closed or 'not found on the hub, or not open to you'} (hf auth login): {detail}"
+    return f"the connection to the hub broke, run it again: {detail}" if "TransportError" in names else detail

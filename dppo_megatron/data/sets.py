@@ -1,7 +1,7 @@
 """Loads problem sets: rows to prompts, with counts of what was left out, warnings, and a fingerprint.
 
-A set is read before a process group or a model is made. Every rank needs its prompts: of a large training set all of a
-machine share what one of them has read (`cache.py`). Only one rank reports on it.
+A set is read before a process group or a model is made. Every rank needs its prompts; those of a large training set are
+read by one rank of a machine and shared (`cache.py`). Only one rank reports on the set.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from dppo_megatron.progress import Advance, progress
 from dppo_megatron.types import Prompt, PromptFeatures, UserError
 
 _BATCH = 1000
-"""Rows tokenized in one call: a call for each took 3 times as long."""
+"""Rows tokenized in one call. One call per row took 3 times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
     name: str
     key: str
-    """The settings that name it (`data.train_path`)."""
+    """The setting of the set (`data.train_path`), for messages."""
     prompts: Sequence[Prompt]
     columns: PromptFeatures
     filtered: int
@@ -56,21 +56,22 @@ class ProblemSet:
     fingerprint: str
     """SHA-256 of what was read: order, texts, answers, sources and token ids."""
     notes: tuple[str, ...]
-    """Warnings about its rows: duplicates, levels that are not numbers."""
+    """Lines about its rows, such as duplicates, or levels that are not numbers."""
     words: Sequence[Words] = ()
-    """Of each problem of an evaluation set, in its order: by these it is found among training problems."""
+    """In an evaluation set: the words of each problem, by which it is found among training problems."""
     held_out: Mapping[str, int] = field(default_factory=dict)
-    """Of a training set: how many problems of each evaluation set are in it, or were and have been dropped."""
+    """In a training set: how many problems of each evaluation set it has, dropped ones included."""
     dropped: int = 0
+    """In a training set: problems left out because they are in an evaluation set."""
 
     @property
     def first_prompt(self) -> str:
-        """Text of the first prompt, as the model is given it."""
+        """Text of the first prompt, as the model gets it."""
         return self.prompts[0].text
 
 
 _FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
-"""Fields of a `ProblemSet` that its cache keeps beside the prompts."""
+"""Fields of a `ProblemSet` that its cache stores with the prompts."""
 
 
 def load_set(
@@ -85,29 +86,29 @@ def load_set(
     """Read, render and tokenize one set. Its prompts are numbered from `first_index`.
 
     Args:
-        held_out: problems to look for, in a training set; None: this is an evaluation set.
+        held_out: for a training set, the evaluation problems to look for; None: this is an evaluation set.
         drops: leave out those that are found.
 
     Raises:
-        UserError: a row without a problem, a prompt that is too long and may not be filtered, or no problems.
+        UserError: a row has no problem, a prompt is too long and may not be filtered, or there are no problems.
     """
     check_template(settings, tokenizer)
-    read, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
+    reader, where = _PromptReader(settings, tokenizer, first_index), _Where(settings)
     looked_for, words = Contamination(held_out or HeldOut(), drops), list[Words]()
     with progress(f"reading {settings.path}", 0, "rows") as advance:
         for rows in read_set(settings, advance, where):
             if held_out is None:
-                words += (words_asked(row, settings) for row in rows)
-            read.add(rows, looked_for)
-    if not settings.limit or where.met < settings.limit:  # else the field may be in a later row
+                words += (problem_words(row, settings) for row in rows)
+            reader.add(rows, looked_for)
+    if not settings.limit or where.met < settings.limit:  # else an unread row may have the field
         where.check_fields()
-    prompts, dropped = read.prompts, looked_for.dropped
+    prompts, dropped = reader.prompts, looked_for.dropped
     if not prompts:
         reasons = {
-            f"all {read.filtered} are longer than {settings.max_prompt_tokens} tokens": read.filtered,
+            f"all {reader.filtered} are longer than {settings.max_prompt_tokens} tokens": reader.filtered,
             f"all {dropped} are problems of evaluation sets (contamination=drop)": dropped,
             f"{where.left_out} rows do not meet 'where'": where.left_out,
-            f"answer_from={settings.answer_from} finds no answer": read.unanswered,
+            f"answer_from={settings.answer_from} finds no answer": reader.unanswered,
         }
         why = next((f": {reason}" for reason, count in reasons.items() if count), "")
         raise UserError(f"{settings.path}: holds no problems{why}")
@@ -115,21 +116,22 @@ def load_set(
     left_out = {
         "problems are left out: they are problems of evaluation sets": dropped,
         f"rows are left out by where = {settings.where}": where.left_out,
-        f"rows are left out: answer_from={settings.answer_from} finds no answer there": read.unanswered,
-        f"rows have a level that is no number{share}; it is left out": read.unknown_levels,
+        f"rows are left out: answer_from={settings.answer_from} finds no answer there": reader.unanswered,
+        f"rows have a level that is not a number{share}; it is left out": reader.unknown_levels,
     }
-    notes = [*read.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
-    if read.special:
-        what = f"which the model gets as such: {read.special[0]}"
-        notes.append(f"warning: {len(read.special)} problems hold special tokens, {what}")
+    notes = [*reader.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
+    if special := reader.special:
+        what = f"which the model gets as such: {special[0]}"
+        notes.append(f"warning: {len(special)} problems hold special tokens, {what}")
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
-    columns, fingerprint = columns_of(prompts), read.hashed.hexdigest()
-    found, told = looked_for.counts(), tuple(notes)
-    return ProblemSet(name, settings.key, prompts, columns, read.filtered, fingerprint, told, words, found, dropped)
+    facts = reader.filtered, reader.hashed.hexdigest(), tuple(notes)
+    return ProblemSet(
+        name, settings.key, prompts, columns_of(prompts), *facts, words, held_out=looked_for.counts(), dropped=dropped
+    )
 
 
 class _PromptReader:
-    """Rows of a set become prompts, batch by batch."""
+    """Turns rows of a set into prompts, batch by batch."""
 
     def __init__(self, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, first_index: int) -> None:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
@@ -140,11 +142,12 @@ class _PromptReader:
         tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self.special: list[str] = []
-        """Special tokens in problems' own texts, which the tokenizer reads as such: a turn may end there."""
+        """Special tokens in the texts of problems. The tokenizer reads them as such, so that a turn may end there."""
         self.filtered = self.unknown_levels = self.unanswered = 0
 
     def add(self, rows: list[Row], looked_for: Contamination) -> None:
-        """Contamination is counted in what remains: rows without an answer, or too long, are not trained on."""
+        """Add a batch. Contamination is only looked for in rows that are kept, not in those without an answer or with a
+        prompt that is too long: they are not trained on."""
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
@@ -172,31 +175,31 @@ class _PromptReader:
                 self.filtered += 1
                 continue
             read.append((row, problem, prompt))
-        asked = (words_asked(row, settings) for row, _, _ in read)
-        for row, problem, prompt in looked_for.kept(read, asked):
-            if prompt.index != (index := self._first_index + len(self.prompts)):  # one before it is left out
+        words = (problem_words(row, settings) for row, _, _ in read)
+        for row, problem, prompt in looked_for.kept(read, words):
+            if prompt.index != (index := self._first_index + len(self.prompts)):  # an earlier one was dropped
                 prompt = replace(prompt, index=index)
             encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
             for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
-                self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # length-prefixed: unambiguous
+                self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # the length makes it unambiguous
             self.prompts.append(prompt)
             self.repeats.add(problem)
-            if found := self._special.search(_asked(problem)):
-                self.special.append(f"{found[0]} in {row.origin}")
+            if match := self._special.search(_problem_text(problem)):
+                self.special.append(f"{match[0]} in {row.origin}")
 
 
 class _Where:
-    """Whether a row meets a set's conditions, with what it has to say about all of them."""
+    """Checks rows against a set's `where` conditions, and counts what it left out."""
 
     def __init__(self, settings: ResolvedSet) -> None:
         self._settings, self._conditions = settings, [Condition.parse(text) for text in settings.where]
         self.met = self.left_out = 0
-        self._never_there = {condition.field for condition in self._conditions}
+        self._unseen_fields = {condition.field for condition in self._conditions}
 
     def __call__(self, row: Row) -> bool:
         values = [fields.get_field(row.values, condition.field) for condition in self._conditions]
         pairs = list(zip(self._conditions, values, strict=True))
-        self._never_there -= {one.field for one, value in pairs if value is not None or one.field in row.values}
+        self._unseen_fields -= {one.field for one, value in pairs if value is not None or one.field in row.values}
         meets = all(condition.holds(value) for condition, value in pairs)
         self.met += meets
         self.left_out += not meets
@@ -204,18 +207,18 @@ class _Where:
 
     def check_fields(self) -> None:
         """Raise UserError for a field that no row had: it is misspelt, or belongs to another set."""
-        if self._never_there:
+        if self._unseen_fields:
             raise UserError(
-                f"{self._settings.path}: no row has the field '{min(self._never_there)}' of"
-                f" {fields.section_of(self._settings)}.where; a training set that data.where is not for has where=[]"
+                f"{self._settings.path}: no row has the field '{min(self._unseen_fields)}' of"
+                f" {fields.section_of(self._settings)}.where; for a training set without it set where=[] in its entry"
             )
 
 
 def read_set(
     settings: ResolvedSet, advance: Advance, where: Callable[[Row], bool] = lambda row: True
 ) -> Iterator[list[Row]]:
-    """The set's rows that meet `where`, in batches, at most `limit` in all. `advance` is called with the number of rows
-    that the caller has finished. Raises UserError if it cannot be read."""
+    """The set's rows that meet `where`, in batches, at most `limit` in all. Calls `advance` with the number of rows
+    that the caller has finished. Raises UserError if the set cannot be read."""
     rows = islice(filter(where, read_rows(settings.path, settings.subset, settings.split)), settings.limit or None)
     done = 0
     while batch := list(islice(rows, _BATCH)):
@@ -227,13 +230,13 @@ def read_set(
 def load_train_sets(
     config: Config, tokenizer: PreTrainedTokenizerBase, evaluated: Mapping[str, ProblemSet]
 ) -> dict[str, ProblemSet]:
-    """All sets to train on, their prompts numbered consecutively.
+    """All sets to train on. Their prompts are numbered consecutively.
 
     Args:
-        evaluated: whose problems are looked for, and treated as `data.contamination` says.
+        evaluated: evaluation sets, whose problems are handled according to `data.contamination`.
 
     Raises:
-        UserError: as `load_set`; a step needs more problems of a set than it has; or evaluated problems are trained on.
+        UserError: as `load_set`; a step needs more problems of a set than it has; evaluation problems are trained on.
     """
     sets: dict[str, ProblemSet] = {}
     settings, held_out = train_set_configs(config), held_out_of(evaluated)
@@ -246,7 +249,7 @@ def load_train_sets(
     if too_few := selection.too_few_prompts(sum(len(one.prompts) for one in sets.values()), paths):
         raise UserError(f"rollout.{too_few}")
     levels = np.concatenate([one.columns.level for one in sets.values()])
-    # both raise: shares that do not fit, nothing to sort by
+    # both only for what they raise: shares that do not fit, nothing to sort by
     make_order(set_sizes(sets), selection.set_weights, config.seed, selection.planned_prompts)
     order_key(config.data.order, config.data.order_by, len(levels), levels, lambda: levels)
     return sets
@@ -260,29 +263,29 @@ def _load_train_set(
     held_out: HeldOut,
     first_index: int,
 ) -> ProblemSet:
-    """The set out of its cache, else as it is read, and then it is kept there."""
+    """The set from its cache; if it is not there, read it and write it to the cache."""
     drops = config.data.contamination == "drop"
     read = partial(load_set, name, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
     cache = PromptCache.of(config.data.cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
     if cache is None:
         return read()
 
-    def kept() -> ProblemSet | None:
-        if (found := cache.read(first_index)) is None:
+    def from_cache() -> ProblemSet | None:
+        if (content := cache.read(first_index)) is None:
             return None
-        prompts, columns, facts = found
+        prompts, columns, facts = content
         return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
 
-    if found := kept():
-        return found
+    if cached := from_cache():
+        return cached
     with cache.turn() as is_first:
-        if found := kept():  # written meanwhile
-            return found
+        if cached := from_cache():  # another process has written it meanwhile
+            return cached
         loaded = read()
         if not is_first:
             return loaded
         line = cache.write(loaded.prompts, {fact: getattr(loaded, fact) for fact in _FACTS})
-    loaded = kept() or loaded  # in little memory, as the other ranks have it
+    loaded = from_cache() or loaded  # mapped, which takes less memory
     return replace(loaded, notes=(*loaded.notes, line))
 
 
@@ -297,82 +300,82 @@ def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
 
 
 def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end a completion besides the tokenizer's end of sequence: the settings' tokens, those of the model's
-    files, and the end of turn of every chat template in use. Raises UserError: a setting's is none; as `model_ends`."""
+    """Tokens that end a completion besides the tokenizer's end of sequence: those of the settings and of the model's
+    files, and the end of turn of every chat template in use. Raises UserError for a setting, or as `model_ends`."""
     for token in config.rollout.sampling.stop_token_ids:
         if token >= len(tokenizer):
             raise UserError(f"rollout.sampling.stop_token_ids: {token} is no token of the model's {len(tokenizer)}")
     sets: Sequence[ResolvedSet] = [*train_set_configs(config).values(), *eval_set_configs(config).values()]
     of_files = model_ends(config.model.hf_path, tokenizer, config.rollout.engine)
-    found = [*config.rollout.sampling.stop_token_ids, *of_files]
+    tokens = [*config.rollout.sampling.stop_token_ids, *of_files]
     for one in sets:
-        found += turn_end_tokens(one.template, tokenizer)
-    return tuple(dict.fromkeys(found))
+        tokens += turn_end_tokens(one.template, tokenizer)
+    return tuple(dict.fromkeys(tokens))
 
 
 class _Repeats:
     """Finds problems that occur in a set more than once.
 
-    Texts are compared by 128 bits of hash: a million of them as text would be a second copy of the set.
+    Texts are compared by a hash of 128 bits, because a million texts would be a second copy of the set.
     """
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self._first: dict[bytes, int] = {}
-        """Hash of a problem to its place in `prompts`."""
+        """Hash of a problem -> its index in `prompts`."""
         self._prompts = prompts
-        self._again: list[tuple[int, int]] = []
-        """Places of each repetition and of the first."""
+        self._repeated: list[tuple[int, int]] = []
+        """Indices of each repetition and of its first occurrence."""
 
     def add(self, problem: str | fields.Messages) -> None:
-        """The problem of the last prompt."""
-        place = len(self._prompts) - 1
+        """Add the problem of the last prompt."""
+        index = len(self._prompts) - 1
         digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
-        if (first := self._first.setdefault(digest, place)) != place:
-            self._again.append((place, first))
+        if (first := self._first.setdefault(digest, index)) != index:
+            self._repeated.append((index, first))
 
     def notes(self) -> Iterator[str]:
-        """Lines for the log about problems that are there more than once."""
-        again = [(self._prompts[place], self._prompts[first]) for place, first in self._again]
-        if again:
-            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in again[:3])
-            yield f"warning: {len(again)} problems stand there more than once: {examples}"
-        differ = [(one, first) for one, first in again if one.answer.strip() != first.answer.strip()]
+        """Lines for the log about problems that occur more than once."""
+        repeated = [(self._prompts[index], self._prompts[first]) for index, first in self._repeated]
+        if repeated:
+            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in repeated[:3])
+            yield f"warning: {len(repeated)} problems appear more than once: {examples}"
+        differ = [(one, first) for one, first in repeated if one.answer.strip() != first.answer.strip()]
         for one, first in differ[:1]:
-            answers = f"{one.origin} says {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
+            answers = f"{one.origin} has {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
             yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
     """A line for each evaluation set some of whose problems are trained on."""
-    found = ((f"set '{name}'", one.held_out) for name, one in train.items() if not one.dropped)
-    return [line for where, counts in found for line in trained_on(where, counts, evaluated)]
+    per_set = ((f"set '{name}'", one.held_out) for name, one in train.items() if not one.dropped)
+    return [line for where, counts in per_set for line in trained_on(where, counts, evaluated)]
 
 
 def trained_on(where: str, counts: Mapping[str, int], evaluated: Mapping[str, ProblemSet]) -> list[str]:
-    """A line for each evaluation set, of which `counts` problems were found."""
+    """A line for each evaluation set in `counts`, which has the number of its problems that are trained on."""
     return [
-        f"warning: {found} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
+        f"warning: {count} of the {len(evaluated[name].words)} problems of the evaluation set '{name}' are trained on"
         f" ({where}): its scores will be too high"
-        for name, found in counts.items()
+        for name, count in counts.items()
     ]
 
 
-def refuse(config: Config, found: Sequence[str]) -> None:
-    """Raise UserError if evaluation problems are trained on, and may not be."""
-    if config.data.contamination == "refuse" and found:
-        raise UserError(f"{found[0].removeprefix('warning: ')}, and data.contamination=refuse")
+def refuse(config: Config, warnings: Sequence[str]) -> None:
+    """Raise UserError if there are `warnings` of contamination and the settings do not allow it."""
+    if config.data.contamination == "refuse" and warnings:
+        raise UserError(f"{warnings[0].removeprefix('warning: ')}, and data.contamination=refuse")
 
 
 def held_out_of(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
-    """The problems of all evaluation sets."""
-    found = HeldOut()
+    """The problems of all evaluation sets, to be looked for in training sets."""
+    held_out = HeldOut()
     for name, one in evaluated.items():
-        found.add(name, one.words)
-    return found
+        held_out.add(name, one.words)
+    return held_out
 
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
-    """Whether to leave the prompt out; raises UserError if it must not be."""
+    """Whether to leave the prompt out; raises UserError if a prompt that is too long must not be left out."""
     beyond = is_beyond(prompt.text, settings.max_prompt_tokens)
     if not prompt.token_ids and not beyond:
         raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
@@ -393,12 +396,12 @@ def _turns(problem: str | fields.Messages) -> fields.Messages:
 
 
 def _identity(problem: str | fields.Messages) -> str:
-    """The text by which two problems are compared; a single user message counts as its text."""
+    """The text by which two problems are compared; a single message is compared by its content."""
     turns = [(turn["role"], " ".join(turn["content"].split())) for turn in _turns(problem)]
     return turns[0][1] if len(turns) == 1 else "\n".join(f"{role}: {text}" for role, text in turns)
 
 
-def _asked(problem: str | fields.Messages) -> str:
+def _problem_text(problem: str | fields.Messages) -> str:
     return "\n".join(turn["content"] for turn in _turns(problem))
 
 
@@ -407,6 +410,6 @@ def _last_question(problem: str | fields.Messages) -> str:
     return next((turn["content"] for turn in reversed(turns) if turn["role"] == "user"), turns[-1]["content"])
 
 
-def words_asked(row: Row, settings: ResolvedSet) -> Words:
-    """Those of the row's problem."""
-    return words_of(_asked(fields.problem_of(row, settings)))
+def problem_words(row: Row, settings: ResolvedSet) -> Words:
+    """The words of the row's problem, for contamination."""
+    return words_of(_problem_text(fields.problem_of(row, settings)))

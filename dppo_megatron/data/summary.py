@@ -1,9 +1,9 @@
-"""Reports on the data before a run starts, saves the first prompt of every set, and recognises the data at a resume.
+"""Reports on the data before a run starts, saves the first prompt of every set, and compares the data at a resume.
 
 Runs on real data most often fail because of their prompts: a template that was not applied, a model that thinks under a
 limit of 1,024 tokens, an instruction that appears twice. A look at one rendered prompt shows it.
 
-And one hash per set, to check that a resumed run trains on the same data. It covers what was read, not the files: a set
+A hash of each set shows whether a resumed run trains on the same data. It covers what was read and not the files: a set
 may move, change its format or be compressed and still be the same. It includes the token ids, because another tokenizer
 or template makes other prompts of the same problems.
 """
@@ -56,13 +56,13 @@ def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evalua
 
 
 def safe_name(name: str) -> str:
-    """A file name for any name of a set; two names never share one.
+    """A file name for the name of any set; different names give different file names.
 
     Example:
         safe_name("math500"), safe_name("a/b")  # "math500", "a_b-c14cddc0"
     """
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:80]
-    if plain == name and name == name.lower():  # some file systems do not tell A from a
+    if plain == name and name == name.lower():  # some file systems ignore case
         return plain
     return f"{plain}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
@@ -70,8 +70,8 @@ def safe_name(name: str) -> str:
 def data_fingerprint(
     train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet], stops: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Stored in checkpoints: for `train` and `eval` each set's key, number of problems and hash, in order; and where
-    completions end beside the tokenizer's end of sequence."""
+    """What checkpoints store about the data: each `train` and `eval` set's key, number of problems and hash, in order,
+    and the tokens that end completions besides the tokenizer's end of sequence."""
     return {"ends": list(stops)} | {
         part: {name: {"key": s.key, "problems": len(s.prompts), "sha256": s.fingerprint} for name, s in sets.items()}
         for part, sets in (("train", train), ("eval", evaluated))
@@ -81,30 +81,30 @@ def data_fingerprint(
 def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Iterable[str], where: str) -> list[str]:
     """Compare the data of a run with the data at its resume; returns a line for each allowed difference.
 
-    Evaluation sets and ends of completions may differ. Training sets may where `checkpoint.may_change` names their
-    setting, and as long as there are as many problems: the pruning history is kept by a problem's number.
+    Evaluation sets and ends of completions may differ. Training sets may if `checkpoint.may_change` names their setting
+    and the number of problems is the same: the pruning history is indexed by a problem's number.
 
     Args:
-        saved, now: as `data_fingerprint` gave them.
-        where: the checkpoint.
+        saved, now: results of `data_fingerprint`.
+        where: the checkpoint, for messages.
 
     Raises:
-        UserError: training data that differs and may not.
+        UserError: training data differs and may not.
     """
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
     if (saved.get("ends") or []) != (now.get("ends") or []):
-        were = saved.get("ends", "not noted there")  # by an earlier version, which knew none of config.json's
-        lines.append(f"tokens at which completions also end: {were} -> {now['ends']}")
+        before_ends = saved.get("ends", "not noted there")  # an earlier version saved none, and ignored config.json's
+        lines.append(f"tokens at which completions also end: {before_ends} -> {now['ends']}")
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:
         changed = [("order of the training sets", "data.train_sets")]
     differs = "; ".join(line for line, _ in changed)
     before, after = (sum(one["problems"] for one in part["train"].values()) for part in (saved, now))
-    if before != after:  # first: no permission mends it
+    if before != after:  # checked first, because may_change cannot allow it
         raise UserError(
-            f"the run of {where} was trained on {before} problems and there are {after} now ({differs}): what is known"
-            " of each problem goes by its number, so put them back, or this must be a new run_dir (model.hf_path may be"
-            " the old run's hf/; see docs/checkpoints.md)"
+            f"the run of {where} was trained on {before} problems and there are {after} now ({differs}): the pruning"
+            " history is indexed by each problem's number. Put them back, or begin a new run_dir (model.hf_path may"
+            " be the old run's hf/; see docs/checkpoints.md)"
         )
     permitted = tuple(may_change)
     refused = [(line, key) for line, key in changed if not _permitted(key, permitted)]
@@ -119,16 +119,16 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(what differs, its setting) of each set that was added, removed or changed."""
-    found = []
+    differences = []
     for name in [*saved, *(name for name in now if name not in saved)]:
         old, new = saved.get(name), now.get(name)
         if old is None or new is None:
-            found.append((f"'{name}': {'new' if old is None else 'gone'}", (old or new or {})["key"]))
+            differences.append((f"'{name}': {'new' if old is None else 'gone'}", (old or new or {})["key"]))
         elif old["sha256"] != new["sha256"]:
             counts = f"{old['problems']} -> {new['problems']} problems"
             same = f"{old['problems']} problems, other texts, answers or order"
-            found.append((f"'{name}': {same if old['problems'] == new['problems'] else counts}", new["key"]))
-    return found
+            differences.append((f"'{name}': {same if old['problems'] == new['problems'] else counts}", new["key"]))
+    return differences
 
 
 def _permitted(key: str, may_change: tuple[str, ...]) -> bool:

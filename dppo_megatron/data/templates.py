@@ -23,29 +23,29 @@ from dppo_megatron.types import UserError
 
 _TEMPLATE_BYTES = 2**30
 _TEMPLATE_CPU_S = 5.0
-"""CPU seconds in which a prompt has to be rendered; the longest templates take some milliseconds."""
+"""Most CPU seconds to render one prompt; the longest templates in use take some milliseconds."""
 _BATCH_CPU_S, _MESSAGE_CPU_S, _CHARACTERS = 3.0, 0.01, 100_000
-"""CPU seconds in which a batch of prompts has to be rendered, and what is added for each message, and for so many
-characters. Templates in use take 0.1 ms a message and as many characters, and 1 ms on a slow machine."""
+"""Most CPU seconds to render a batch of prompts: the first number, and the second for each message and for each 100,000
+characters. Templates in use take 0.1 ms for a message of that length, and 1 ms on a slow machine."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 _DATE = "26 Jul 2024"
-"""Llama's own default of `date_string`, without which Llama 3.2's template writes today's into every prompt."""
+"""Llama's own default of `date_string`. Without it, Llama 3.2's template writes today's date into every prompt."""
 _DATE_SWITCH = re.compile(r"\bdate_string\s+(?:is\s|or\s)|\bnot\s+date_string\b|\bdate_string\s*\|\s*d(?:efault)?\b")
-"""A template with it writes today's date only where `date_string` is not given."""
+"""Matches a template that writes today's date only if `date_string` is not given."""
 _ENDS_OF_SGLANG = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
-"""Added tokens at which SGLang ends a completion, asked or not (0.5.23, `attach_additional_stop_token_ids`)."""
+"""Added tokens at which SGLang always ends a completion (0.5.23, `attach_additional_stop_token_ids`)."""
 
 
 def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `UserError` unless the tokenizer can do what the template asks."""
+    """Raise `UserError` unless the tokenizer's chat template can be used as the settings say."""
     template = settings.template
     if not template.apply_chat_template:
         return
     source = chat_template_of(tokenizer)
     if source is None:
         raise UserError(
-            f"{settings.key}: the prompt wants a chat template (apply_chat_template or a named template), but the"
+            f"{settings.key}: the prompt needs a chat template (apply_chat_template or a named template), but the"
             " model's tokenizer has none; use a plain one (template=plain_boxed), or add a chat_template.jinja"
         )
     if _raises_to_powers(source):
@@ -59,14 +59,14 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
             raise UserError(f"{settings.key}: chat_template_kwargs.{name} is set by the trainer itself; leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", source):
             raise UserError(
-                f"{settings.key}: chat_template_kwargs.{name} means nothing to this tokenizer's chat template, which"
-                f" never reads it; correct its name, or set {section_of(settings)}.chat_template_kwargs={{}}, as the"
-                " template chat_boxed does"
+                f"{settings.key}: chat_template_kwargs.{name} has no effect: this tokenizer's chat template never reads"
+                f" it; correct its name, or set {section_of(settings)}.chat_template_kwargs={{}}, as the template"
+                " chat_boxed does"
             )
 
 
 def varies(source: str) -> bool:
-    """Whether a chat template may make other prompts at the next start."""
+    """Whether a chat template may render other prompts at the next start."""
     writes_date = "strftime_now" in source and not _DATE_SWITCH.search(source)
     return writes_date or re.search(r"\brandom\b", source) is not None
 
@@ -77,14 +77,14 @@ def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[
     if not source or not varies(source):
         return []
     return [
-        "warning: the tokenizer's chat template writes the date or draws at random, and prompts may be others at a"
-        f" resume, which refuses those of training without checkpoint.may_change=[{settings.key}]"
+        "warning: the tokenizer's chat template writes the date or draws at random, so that prompts may differ at a"
+        f" resume, which refuses other training prompts without checkpoint.may_change=[{settings.key}]"
     ]
 
 
 def _raises_to_powers(source: str) -> bool:
-    """A power of two small numbers is one operation of C that no signal interrupts."""
-    with contextlib.suppress(TemplateSyntaxError):  # transformers names the mistake when it renders
+    """Whether a template uses `**`: even with small numbers it may be a C operation for hours, which no signal ends."""
+    with contextlib.suppress(TemplateSyntaxError):  # transformers reports the mistake when it renders
         return any((kind, text) == ("operator", "**") for _, kind, text in Environment().lex(source))
     return False
 
@@ -93,7 +93,7 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The source of the tokenizer's chat template; None if it has none."""
     try:
         return str(tokenizer.get_chat_template()) if tokenizer.chat_template else None
-    except ValueError:  # several named ones, and none is called default
+    except ValueError:  # several named templates without a default
         return None
 
 
@@ -103,13 +103,13 @@ def render(
     settings: ResolvedSet,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
-    """The prompts' texts, as the model is given them. Raises UserError for messages that cannot be a prompt, or that
+    """The texts of the prompts, as the model gets them. Raises UserError for messages that cannot be a prompt, or that
     the chat template refuses."""
     template = settings.template
     if template.apply_chat_template:
-        chats = [_chat(problem, at, template) for problem, at in zip(problems, origins, strict=True)]
+        chats = [_chat(problem, origin, template) for problem, origin in zip(problems, origins, strict=True)]
         return _all_applied(chats, origins, settings, tokenizer)
-    texts, as_it_is = [], template.prompt_template == "{problem}"
+    texts, is_problem_only = [], template.prompt_template == "{problem}"
     for problem, origin in zip(problems, origins, strict=True):
         if not isinstance(problem, str):
             raise UserError(
@@ -117,72 +117,72 @@ def render(
                 f" {section_of(settings)}.apply_chat_template=true, or {section_of(settings)}.template to one that has"
                 " it (chat_boxed)"
             )
-        texts.append(problem if as_it_is else template.prompt_template.replace("{problem}", problem))
+        texts.append(problem if is_problem_only else template.prompt_template.replace("{problem}", problem))
     return texts
 
 
 def unfilled(template: Template) -> list[str]:
-    """A warning about what looks like a field of the row and is not filled in; `\\boxed{answer}` does not."""
+    """A warning about placeholders that are not filled in, such as {answer}, but not the one in `\\boxed{answer}`."""
     texts = f"{template.prompt_template.replace('{problem}', '')} {template.system_prompt}"
     names = dict.fromkeys(re.findall(r"(?<![\\\w}])\{\w+\}", texts))
     why = "only {problem} is filled in, in prompt_template"
-    return [f"warning: the template has {', '.join(names)}, which the model gets as it stands: {why}"] if names else []
+    return [f"warning: the template has {', '.join(names)}, which the model gets verbatim: {why}"] if names else []
 
 
 def turn_end_tokens(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special token that the chat template appends to an assistant's text, unless it is the end of sequence.
 
-    Qwen's templates end a turn with <|im_end|>, while the base model's tokenizer says <|endoftext|> ends a sequence: a
-    model that has learned to end turns would otherwise go on until the limit.
+    Qwen's templates end a turn with <|im_end|>, but the end of sequence of the base model's tokenizer is <|endoftext|>.
+    Without this, a model that has learned to end turns would generate to the token limit.
     """
     if not template.apply_chat_template:
         return []
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = _filled_in(chat, template, tokenizer, asks=False)
+        text = _filled_in(chat, template, tokenizer, generates=False)
     except Exception:  # a template without assistant turns has no end-of-turn token
         return []
-    _, found, behind = text.rpartition(_MARK)
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if found and behind else []
+    _, mark, suffix = text.rpartition(_MARK)
+    ids = tokenizer(suffix, add_special_tokens=False)["input_ids"] if mark and suffix else []
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [ids[0]] if ids and ids[0] in special and ids[0] != tokenizer.eos_token_id else []
 
 
 def model_ends(hf_path: str, tokenizer: PreTrainedTokenizerBase, engine: str) -> list[int]:
-    """The ends of sequence that generation_config.json and config.json name beside the tokenizer's, and SGLang's own.
+    """End-of-sequence tokens in generation_config.json and config.json besides the tokenizer's, and SGLang's own.
 
-    SGLang ends completions at all of them, vLLM at config.json's where there is no generation_config.json, unasked.
-    Every engine is asked, so that all end alike, and an end of theirs is not taken for a server's fault. An ordinary
-    token that config.json alone names is hardly meant: it may be the default of a class with another vocabulary.
+    By itself SGLang ends completions at all of them, and vLLM at config.json's if there is no generation_config.json.
+    Every engine gets them as stop tokens, so that all end alike, and such an end is not taken for a server's fault. An
+    ordinary token that only config.json names is probably a mistake: the default of a class with another vocabulary.
 
     Raises:
-        UserError: a file is not JSON, is refused by transformers, or names something that is no token; or the engine
+        UserError: a file is not JSON, transformers refuses it, or it names something that is not a token; or the engine
             would end completions at such an ordinary token.
     """
     generation, config = Path(hf_path) / "generation_config.json", Path(hf_path) / "config.json"
-    found = _named_ends(GenerationConfig, generation)
+    ends = _named_ends(GenerationConfig, generation)
     reads_config = engine == "sglang" or (engine == "vllm" and not generation.is_file())
-    meant = {*found, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    plausible = {*ends, *tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for token in _named_ends(AutoConfig, config):
-        if token in meant:
-            found.append(token)
+        if token in plausible:
+            ends.append(token)
         elif reads_config and token < len(tokenizer):
             raise UserError(
                 f"{config}: {engine} would end completions at '{tokenizer.decode([token])}', token {token}, which the"
                 " file names or which is the default of its model_type: write the model's own eos_token_id into it"
             )
     added = tokenizer.get_added_vocab()
-    found += [added[name] for name in _ENDS_OF_SGLANG if name in added]
-    # ids that the tokenizer lacks (the file may belong to another one) can never be generated
-    known = [token for token in dict.fromkeys(found) if token < len(tokenizer)]
+    ends += [added[name] for name in _ENDS_OF_SGLANG if name in added]
+    # an id that the tokenizer lacks (the file may belong to another one) can never be generated
+    known = [token for token in dict.fromkeys(ends) if token < len(tokenizer)]
     return [token for token in known if token != tokenizer.eos_token_id]
 
 
 def _named_ends(kind: type[GenerationConfig | AutoConfig], path: Path) -> list[int]:
-    """As transformers reads the file, and so the engines: Llama's class names token 2 where config.json names none."""
+    """The eos_token_id of a file as transformers, and so engines, read it: Llama's class has token 2 as its default."""
     if not path.is_file():
         return []
-    try:  # what transformers refuses, an engine or a later load of the trained model would fail on
+    try:  # an engine, or a later load of the trained model, would fail at what transformers refuses here
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stops = kind.from_pretrained(str(path.parent), trust_remote_code=False).eos_token_id
@@ -191,7 +191,7 @@ def _named_ends(kind: type[GenerationConfig | AutoConfig], path: Path) -> list[i
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     for token in listed:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise UserError(f"{path}: eos_token_id names {token!r}, which is no token")
+            raise UserError(f"{path}: eos_token_id names {token!r}, which is not a token")
     return listed
 
 
@@ -203,7 +203,7 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
     if template.prompt_template != "{problem}":
         last = next((turn for turn in reversed(chat) if turn["role"] == "user"), None)
         if last is None:
-            raise UserError(f"{origin}: no message is the user's, so prompt_template has no place to go")
+            raise UserError(f"{origin}: prompt_template goes into the last user turn, but no message is the user's")
         last["content"] = template.prompt_template.replace("{problem}", last["content"])
     if template.system_prompt:
         if chat[0]["role"] in ("system", "developer"):
@@ -215,8 +215,8 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
 def _all_applied(
     chats: Sequence[Messages], origins: Sequence[str], settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
-    """The chats as texts. Raises UserError for a template that would take hours for a set, though none of its prompts
-    takes too long. The time is this thread's on a CPU: a busy machine is not a slow template."""
+    """The chats as texts. Raises UserError for a template that would take hours for a set although no single prompt
+    takes too long. The time is this thread's CPU time, so that a busy machine does not count as a slow template."""
     texts, began, allowed = list[str](), thread_time(), _BATCH_CPU_S
     for chat, origin in zip(chats, origins, strict=True):
         texts.append(_apply(chat, origin, settings.template, tokenizer))
@@ -233,37 +233,37 @@ def _all_applied(
 
 def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
-        return _filled_in(chat, template, tokenizer, asks=True)
+        return _filled_in(chat, template, tokenizer, generates=True)
     except Exception as error:  # a template is a program: it can raise anything, on purpose or not
         raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
 
 
-def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, asks: bool) -> str:
-    """The chat as text. Raises whatever the template raises; TimeoutError for one that computes too long.
+def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, generates: bool) -> str:
+    """The chat as text. Raises whatever the template raises, and TimeoutError if it computes too long.
 
-    Jinja's sandbox limits what a template reaches, not how long it loops or what it holds. A signal ends it between two
-    bytecodes, or within a product of huge integers; as all signals in the main thread only, where data are read. Text
-    that doubles takes all memory within that time, so this process may not grow by more than 1 GiB meanwhile.
+    Jinja's sandbox limits what a template can access, but not its time or memory. A signal stops it between two
+    bytecodes, or within a product of huge integers. Like all signals it works only in the main thread, where data are
+    read. Text that keeps doubling fills the memory within that time, so this process may grow by at most 1 GiB.
     """
 
     def stop(*_: object) -> NoReturn:
-        raise TimeoutError(f"it has computed for {_TEMPLATE_CPU_S:g} s")
+        raise TimeoutError(f"it took more than {_TEMPLATE_CPU_S:g} s of CPU")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
     try:
-        of_today = "strftime_now" in (chat_template_of(tokenizer) or "")  # others have a date of their own
-        extra = ({"date_string": _DATE} if of_today else {}) | template.chat_template_kwargs
+        writes_today = "strftime_now" in (chat_template_of(tokenizer) or "")  # others have a fixed date or none
+        extra = ({"date_string": _DATE} if writes_today else {}) | template.chat_template_kwargs
         with growing_at_most(_TEMPLATE_BYTES):
-            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks, **extra))
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generates, **extra))
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
 
 
 def sequence_start(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token that the tokenizer itself puts before a text (BOS), for prompts that no chat template begins with it:
-    Gemma's and Llama's models were never trained without. Qwen's tokenizers have none."""
+    """The BOS token, if the tokenizer puts it before a text, for prompts without a chat template (which would add it):
+    Gemma and Llama were never trained without it. Qwen's tokenizers have none."""
     if template.apply_chat_template or tokenizer.bos_token_id is None:
         return []
     return [token for token in tokenizer("x")["input_ids"][:1] if token == tokenizer.bos_token_id]
@@ -275,9 +275,9 @@ def tokenize(
     """Token ids of each text, in one call.
 
     Args:
-        shared: of `shared_ids`, one int object a token id: a million prompts of a hundred tokens are 0.8 GB of
-            pointers, and would be another 3 GB of equal integers.
-        start: what comes before the ids of each text that has any and does not begin so itself.
+        shared: result of `shared_ids`, so that equal ids are one int object: a million prompts of a hundred tokens are
+            0.8 GB of pointers, and would be another 3 GB of equal integers.
+        start: `sequence_start`, put before the ids of each text that has any and does not begin with it.
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     begin = list(start)
@@ -286,10 +286,10 @@ def tokenize(
 
 
 def is_beyond(text: str, max_tokens: int) -> bool:
-    """Whether a text is too long for so many tokens by its characters alone: making tokens of 60 MB takes minutes."""
-    return len(text) > max(2**20, 128 * max_tokens)  # no vocabulary in use has a longer token
+    """Whether a text has more than `max_tokens` tokens by its length alone: tokenizing 60 MB would take minutes."""
+    return len(text) > max(2**20, 128 * max_tokens)  # no token of a vocabulary in use is longer than 128 characters
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id of the tokenizer at its own place."""
+    """[vocabulary] a list whose item i is the token id i, one int object for each."""
     return list(range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))))

@@ -164,7 +164,7 @@ def test_worked_solutions_too(tmp_path: Path) -> None:
     assert origins == [f"{tmp_path / 'sft.jsonl'}:{i + 1}" for i in range(12) if i not in (3, 5)]
     assert said == [f"{tmp_path / 'sft.jsonl'}: 10 examples are trained on; 2 more are of problems of evaluation sets"]
     [warning] = over(evaluated)[1]
-    assert "2 examples are of problems of evaluation sets; SFT was done without those of sets that were" in warning
+    assert "2 examples are of problems of evaluation sets; SFT was done without those of sets that the run" in warning
     config.sft.examples_per_step = 11
     with pytest.raises(UserError, match=r"examples_per_step = 11, but .* holds only 10 examples; 2 more are of"):
         load_examples(config, tokenizer, evaluated, max_tokens=500)

@@ -239,7 +239,7 @@ REFUSED = {
     "surrogate": ('"answer": "\\ud800"', r"'answer' holds a lone surrogate \(\\ud800\)"),
     "nul": ('"answer": "1\\u0000"', "'answer' holds a NUL"),
     "absent": ('"solution": "2"', "the row lacks the field 'answer'; it has: problem, solution.*MATH's layout"),
-    "problem": ('"answer": "2", "problem": 5', 'not valid JSON: the key "problem" stands twice'),
+    "problem": ('"answer": "2", "problem": 5', 'not valid JSON: the key "problem" appears twice'),
     "source": ('"answer": "2", "source": ["a"]', "'source' is a list; the name of a subset is text"),
     "huge": ('"answer": ' + "9" * 5000, "not valid JSON: a number has more than 4,300 digits; write it as text"),
     "deep": (f'"answer": "2", "x": {LONG}', "not valid JSON: it is nested too deeply"),
@@ -349,8 +349,8 @@ def test_repeated_problems_are_said(tmp_path: Path) -> None:
     found = load(tmp_path / "a.jsonl")
     path = tmp_path / "a.jsonl"
     assert found.notes == (
-        f"warning: 2 problems stand there more than once: {path}:2 is {path}:1, {path}:4 is {path}:3",
-        f"warning: 1 of them with another answer: {path}:4 says '2' and {path}:3 '1'",
+        f"warning: 2 problems appear more than once: {path}:2 is {path}:1, {path}:4 is {path}:3",
+        f"warning: 1 of them with another answer: {path}:4 has '2' and {path}:3 '1'",
     )
 
 
@@ -366,7 +366,7 @@ def test_levels(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(_lines([{"problem": str(i), "answer": "1"} | row for i, row in enumerate(rows)]))
     found = load(tmp_path / "a.jsonl")
     assert [p.level for p in found.prompts] == [4.0, 2.0, None, None]
-    assert found.notes == ("1 rows have a level that is no number; it is left out",)
+    assert found.notes == ("1 rows have a level that is not a number; it is left out",)
     assert [p.level for p in load(tmp_path / "a.jsonl", level_field="difficulty").prompts] == [4.0, 9.0, None, None]
 
 

@@ -55,7 +55,7 @@ def test_nothing_is_overwritten_or_half_written(tmp_path: Path, capsys: pytest.C
     (out / "test.jsonl").write_text("mine\n")
     command = ["data", "gsm8k", "--out", str(out), "--from", str(repository)]
     assert main(command) == 2
-    assert "test.jsonl is there already; give --overwrite" in capsys.readouterr().err
+    assert "test.jsonl already exists; give --overwrite" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["test.jsonl"] and (out / "test.jsonl").read_text() == "mine\n"
     assert main([*command, "--overwrite"]) == 0
     assert _read(out / "test.jsonl")[0]["answer"] == "-3"

@@ -140,7 +140,7 @@ def test_edited_data_at_a_resume(files: Path, finished: Path, capfd: pytest.Capt
     for arguments in (resumed, permitted):  # what no permission mends is not advised either
         assert run_ranks(main, 1, arguments) == [2]
         said = capfd.readouterr().err
-        assert "or this must be a new run_dir" in said and "may_change" not in said
+        assert "or begin a new run_dir" in said and "may_change" not in said
         assert "'second/b': " in said and "see docs/checkpoints.md" in said
     _write_second(files / "second.csv", edited)
     lines = (files / "heldout.jsonl").read_text().splitlines(keepends=True)

@@ -214,7 +214,7 @@ def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
         first_prompt(tmp_path, tokenizer=chat_tokenizer(chat_template=None), template="qwen3_think")
     advice = r"data.train_sets.s.chat_template_kwargs=\{\}, as the template chat_boxed does"
     with pytest.raises(
-        UserError, match=rf"chat_template_kwargs.enable_thinkin means nothing to this tokenizer.*{advice}"
+        UserError, match=rf"chat_template_kwargs.enable_thinkin has no effect: this tokenizer.*{advice}"
     ):
         first_prompt(tmp_path, apply_chat_template=True, chat_template_kwargs={"enable_thinkin": False})
     for name in ("tokenize", "tools", "messages", "add_generation_prompt"):
@@ -244,10 +244,10 @@ def test_problems_are_not_templates(tmp_path: Path) -> None:
 def test_a_field_that_is_not_filled_in_is_said(tmp_path: Path, template: str, names: str) -> None:
     """Only {problem} is; what LaTeX writes in braces is none."""
     said = [note for note in load(tmp_path, prompt_template=template).notes if "the template has" in note]
-    assert said == ([f"warning: the template has {names}, which the model gets as it stands: {ONLY}"] if names else [])
+    assert said == ([f"warning: the template has {names}, which the model gets verbatim: {ONLY}"] if names else [])
     own = {"template": "chat_boxed", "system_prompt": "You solve {problem}."}
     [said] = load(tmp_path, **own).notes
-    assert said == f"warning: the template has {{problem}}, which the model gets as it stands: {ONLY}"
+    assert said == f"warning: the template has {{problem}}, which the model gets verbatim: {ONLY}"
 
 
 def test_special_tokens_in_a_problem_are_said(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"stop_token_ids: 9999 is no token of the model's {len(base)}$"):
         _stops(tmp_path, base, chat=True, own=(1, 9999))
     for bad in ("2", -1, True, 1.0, [None], {"a": 1}):
-        with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is no token"):
+        with pytest.raises(UserError, match=r"generation_config.json: eos_token_id names .*which is not a token"):
             _stops(tmp_path, base, chat=False, generation={"eos_token_id": bad})
     (tmp_path / "generation_config.json").unlink()
     for ends in (end, [eos, end]):  # an SFT checkpoint whose config.json has kept the base model's
@@ -351,7 +351,7 @@ def test_stop_tokens_come_from_the_template(tmp_path: Path) -> None:
     tool.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]})
     assert _stops(tmp_path, tool, chat=False) == ["<|im_end|>", "<|eom_id|>"]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": -1}')
-    with pytest.raises(UserError, match=r"/config.json: eos_token_id names -1, which is no token"):
+    with pytest.raises(UserError, match=r"/config.json: eos_token_id names -1, which is not a token"):
         _stops(tmp_path, base, chat=False)
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").write_text("{oops")

@@ -273,7 +273,7 @@ _TP4 = "rollout.servers.args=[--tensor-parallel-size=4]"
         ),
         (['rollout.servers.args=[--tensor-parallel-size, "0"]'], "--tensor-parallel-size 0: must be at least 1"),
         (['rollout.servers.args=[--tensor-parallel-size, "1.5"]'], "--tp: invalid int value: '1.5'"),
-        (['rollout.servers.args=[--tensor-parallel-size, "4"]'], "a server 8 GPUs (0,1,2,3,4,5,6,7), and its"),
+        (['rollout.servers.args=[--tensor-parallel-size, "4"]'], "a server 8 GPUs (0,1,2,3,4,5,6,7), but its"),
         (
             ["rollout.servers.gpus=['0,1,2']", "rollout.servers.args=[--tensor-parallel-size=3]"],
             "tensor parallel 3: the model's 64 attention heads do not divide by it",
@@ -486,7 +486,7 @@ def test_advice_can_be_followed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["plan", *settings, "--methods", "grpo", "--gpu-memory", "70"]) == 2
     assert "cpu_offload" not in capsys.readouterr().err
     assert main(["plan", *settings, "--methods", "grpo", "actor.optimizer.cpu_offload=1"]) == 2
-    assert "the host's state is float32" in capsys.readouterr().err
+    assert "the optimizer's state is float32" in capsys.readouterr().err
 
 
 HOPPER = Machine((9, 0), "")

@@ -51,8 +51,8 @@ def test_each_completion_has_a_limit_of_its_own() -> None:
     [
         ({"objective.advantage": "group_std"}, "objective.advantage = group_std"),
         ({"objective.advantage": "reinforce_baseline"}, "objective.advantage = reinforce_baseline"),
-        ({"pruning.prompt.method": "greso"}, "goes by all rewards"),
-        ({"pruning.prompt.method": "dynamic_sampling"}, "goes by all rewards"),
+        ({"pruning.prompt.method": "greso"}, "needs the rewards of a whole group"),
+        ({"pruning.prompt.method": "dynamic_sampling"}, "needs the rewards of a whole group"),
         ({"pruning.completion.method": "cppo_verl"}, "groups of one size"),
         ({"pruning.early_stop.after_tokens": 64}, "no completion is longer"),
         ({"pruning.early_stop.min_inclusion_prob": 1.0}, "1 stops nothing"),

@@ -192,7 +192,7 @@ def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> N
         ({"min_self_consistency": float("nan")}, "reward.min_self_consistency"),
         ({"correct_from": float("nan")}, "reward.correct_from"),
         ({"function": ""}, "reward.function = '': must not be empty"),
-        ({"functions": {"mean": RewardFunctionConfig("math")}}, "reward/mean is another metric"),
+        ({"functions": {"mean": RewardFunctionConfig("math")}}, "reward/mean is already a metric"),
         ({"functions": {"a": RewardFunctionConfig()}}, "reward.functions.a.function is not set"),
         ({"functions": {"a": RewardFunctionConfig("math", float("inf"))}}, "reward.functions.a.weight"),
     ],

@@ -81,7 +81,7 @@ def test_settings_of_a_set_are_explained() -> None:
     assert one.key == "data.eval_sets.<name>.reward.functions.<name>.weight" and one.page == "rewards.md"
     assert page_for(f"{one.key.replace('<name>', 'gsm8k')} = 'x': no such function") == "rewards.md"
     [one] = find("data.train_sets.x.reward.timeout_s")
-    assert one.meaning.startswith("A grading that takes longer is given up")
+    assert one.meaning.startswith("A grading that takes longer is ended")
 
 
 def _rewards(**code: object) -> dict[str, RewardConfig]:
