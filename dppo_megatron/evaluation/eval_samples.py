@@ -205,7 +205,7 @@ class UnfinishedSamples:
     Args:
         directory: of the evaluation; created if it does not exist.
         about: what decides the samples and their grades, as JSON; must be the same on resume.
-        graded_by: fingerprint of the present graders. Verdicts with another fingerprint (an edited file, another time
+        graded_by: fingerprint of the current graders. Verdicts with another fingerprint (an edited file, another time
             limit) and failures (a judge that was down) are dropped, and those samples graded again.
         settings: written at the first start, for `read_unfinished`; in the form of results.json.
 

@@ -217,7 +217,7 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) 
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # it counts every abort of one
+        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # some more than once
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).with_bias(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: without seeds, or with newer weights"

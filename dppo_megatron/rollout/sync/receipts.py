@@ -41,7 +41,7 @@ MOST_MISSED = 3
 CANARY_TOKENS = 64
 CANARY_COMPLETIONS = 8
 Score: TypeAlias = Callable[[Prompt, Sequence[Completion]], Sequence[npt.NDArray[np.floating[Any]]]]
-"""Log-probabilities [num_tokens] of each completion under the actor's present weights; collective."""
+"""Log-probabilities [num_tokens] of each completion under the actor's current weights; collective."""
 _JOINED = (
     (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias|weight_scale_inv)"), r"\1qkv_proj.\3", 3),
     (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight|weight_scale_inv)"), r"\1gate_up_proj.\3", 2),

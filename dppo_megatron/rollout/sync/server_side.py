@@ -51,7 +51,7 @@ class ServerSide:
         self._tensors_verified: int | None = None
         self._spans = recorder()
         self._reached_s = 0.0
-        """When the present stage began, on the clock of the spans."""
+        """When the current stage began, on the clock of the spans."""
         self.stage: Stage = "done"
 
     def begin(self, version: int, name: str) -> bool:
