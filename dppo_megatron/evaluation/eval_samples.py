@@ -242,8 +242,8 @@ class UnfinishedSamples:
         head.pop(_SETTINGS, None)
         if different := difference(head, about):
             raise UserError(
-                f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
-                f" as it was, choose another --out, or remove {UNFINISHED}"
+                f"'{directory}' holds an evaluation that was begun with something else ({different}); repeat it"
+                f" unchanged, choose another --out, or remove {UNFINISHED}"
             )
         self.samples = samples
 

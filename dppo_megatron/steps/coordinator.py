@@ -170,7 +170,7 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
     if data.order == "shuffled":
         return ()
     by = "" if data.order == "file" else f" by {data.order_by}"
-    note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are no random draw of all"
+    note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are not drawn at random"
     return (LedgerRow("data/order", 1.0, "biased", note).with_bias(None, "the gradients of the others are not known"),)
 
 
