@@ -292,7 +292,7 @@ class _Chooser:
 
 
 def truncate_logits(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Logits [n, V] with -inf at tokens that top-k, then top-p on the rest, exclude; vLLM and SGLang use this order.
+    """Logits [n, V] with -inf at tokens that top-k, then top-p on the rest, exclude; vLLM has this order, SGLang not.
 
     A token is kept if all more likely tokens together have less than `top_p`, so at least one token is kept.
     """

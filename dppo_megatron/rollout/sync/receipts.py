@@ -245,8 +245,8 @@ class Canary:
 def ask_for_canary(
     fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
 ) -> list[tuple[str, list[Sampled]]]:
-    """Send the same requests to each replica of all live servers at once; returns (server or replica, completions). On
-    rank 0. A server without a complete answer in time is left out of the result and logged, but stays live."""
+    """Send the same requests to all live servers at once, to the replicas of one in turn. Returns (server or replica,
+    completions), on rank 0. A server without a complete answer in time is left out and logged, but stays live."""
 
     def ask(member: Member) -> list[tuple[str, list[Sampled]]]:
         """All replicas of one server, one after the other."""

@@ -99,7 +99,7 @@ class ServerSide:
     def _pause(self, members: Sequence[Member]) -> list[Member]:
         """Pause generation as `sync.in_flight` says; returns the members that are paused. New requests wait at the
         server, or are rejected (vLLM 0.33)."""
-        # leftovers of an outage are aborted in any case, since their request ids are used again
+        # leftovers of an outage are aborted in any case: those requests have been retried elsewhere
         return on_each(
             self._fleet,
             members,
