@@ -84,7 +84,7 @@ class ServersConfig:
     """Launched servers share the actor's GPUs, and sleep (free weights and KV cache) during the update."""
     api_key_env: str = "DPPO_ENGINE_API_KEY"
     """Environment variable that holds the servers' API key. If it is not set, no key is sent to `endpoints`, and
-    launched vLLM servers get a random one. The key is never written or logged."""
+    launched servers get a random one. The key is never written or logged."""
 
 
 @dataclass
