@@ -106,11 +106,11 @@ class PipeServer:
         """Only records the call."""
         self.calls.append(f"wake {what}")
 
-    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, rendezvous: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Join as the receiver in vLLM does."""
-        seconds = meeting.joining.total_seconds(), meeting.timeout.total_seconds()
-        place = meeting.host, meeting.store.port, first_rank, meeting.world_size
-        self._call("join", timeout_s, *place, *seconds, meeting.secret)
+        seconds = rendezvous.joining.total_seconds(), rendezvous.timeout.total_seconds()
+        place = rendezvous.host, rendezvous.store.port, first_rank, rendezvous.world_size
+        self._call("join", timeout_s, *place, *seconds, rendezvous.secret)
 
     def begin_update(self, *, timeout_s: float) -> None:
         """Discard what an earlier update has left."""

@@ -368,7 +368,7 @@ def test_a_refusal_ends_an_evaluation_and_costs_training_the_group() -> None:
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_a_refusal_that_is_the_servers_own_sends_its_groups_elsewhere(status: int) -> None:
-    """Another key, or without our path: it was started again."""
+    """Another key, or without our path: it was restarted."""
     world = World()
     world.reply = lambda ask: (
         answered(ask) if ask.server == "b" else AttemptFailed(ask.ticket, "refused", f"HTTP {status}: no", status)

@@ -1,4 +1,4 @@
-"""Which server is taken for dead, and who is started again (`servers/fleet.py`)."""
+"""Which server is marked out, and which is restarted (`servers/fleet.py`)."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
 
 
 def test_a_colocated_server_sleeps_over_requests_that_go_on() -> None:
-    """What an outage has left there is ended all the same: its ids come back."""
+    """What an outage has left there is ended all the same: others have answered it."""
     servers = Told("a"), Told("b")
     config = _config(**{"servers.colocate": True, "sync.in_flight": "continue"})
     fleet = Fleet([cast(Any, server) for server in servers], config)

@@ -205,7 +205,7 @@ class UnfinishedSamples:
     Args:
         directory: of the evaluation; created if it does not exist.
         about: what decides the samples and their grades, as JSON; must be the same on resume.
-        graded_by: fingerprint of the present graders. Verdicts with another fingerprint (an edited file, another time
+        graded_by: fingerprint of the current graders. Verdicts with another fingerprint (an edited file, another time
             limit) and failures (a judge that was down) are dropped, and those samples graded again.
         settings: written at the first start, for `read_unfinished`; in the form of results.json.
 
@@ -242,8 +242,8 @@ class UnfinishedSamples:
         head.pop(_SETTINGS, None)
         if different := difference(head, about):
             raise UserError(
-                f"'{directory}' holds an evaluation that was begun with something else ({different}); go on with it"
-                f" as it was, choose another --out, or remove {UNFINISHED}"
+                f"'{directory}' holds an evaluation that was begun with something else ({different}); repeat it"
+                f" unchanged, choose another --out, or remove {UNFINISHED}"
             )
         self.samples = samples
 

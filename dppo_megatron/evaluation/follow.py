@@ -50,7 +50,7 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
     if not every:
         raise UserError(
             f"'{directory}' saves no checkpoint before its end (checkpoint.every_steps = 0), so there is nothing to"
-            " follow: set it, also when the run is resumed, or evaluate the end with `dppo-megatron eval RUN`"
+            " follow: set it (a resume may change it), or evaluate the end with `dppo-megatron eval RUN`"
         )
     config, out, notes = prepare(arguments)
     if arguments.out is None:

@@ -98,7 +98,7 @@ class RolloutStats:
     retries: int | None = None
     """Attempts that were repeated."""
     groups_aborted: int | None = None
-    """Training groups that were aborted at least once, by a weight sync or by a server on its own."""
+    """With in_flight=abort: training groups that were aborted at least once, by a weight sync or a server; else 0."""
     completions_aborted: int | None = None
     """Completions that were sampled again because of an abort."""
     groups_resent: int | None = None

@@ -34,7 +34,7 @@ from dppo_megatron.weights.hf_files import WeightReader
 from dppo_megatron.weights.provider import model_architecture
 
 _FINISHED_BATCH = 32
-"""Finished completions are detokenized and graded in batches of at least this size, except the last."""
+"""Finished completions are detokenized in batches of at least this size (but the last) and graded in batches of it."""
 
 
 class HFEngine(Engine):
@@ -142,7 +142,7 @@ class HFEngine(Engine):
         cache.expand(prompt_of_row)
         prompt_experts, prompt_visible = self._decoder.experts, visible
         logits, positions, visible = logits[prompt_of_row], positions[prompt_of_row, -1], visible[prompt_of_row]
-        # an attention bias for the present rows, -inf at padding; None if all prompts have the same length
+        # an attention bias for the running rows, -inf at padding; None if all prompts have the same length
         padding = None if bool(visible.all()) else torch.zeros_like(visible, dtype=logits.dtype)
         if padding is not None:
             padding.masked_fill_(~visible, -torch.inf)
@@ -292,7 +292,7 @@ class _Chooser:
 
 
 def truncate_logits(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Logits [n, V] with -inf at tokens that top-k, then top-p on the rest, exclude; vLLM and SGLang use this order.
+    """Logits [n, V] with -inf at tokens that top-k, then top-p on the rest, exclude; vLLM has this order, SGLang not.
 
     A token is kept if all more likely tokens together have less than `top_p`, so at least one token is kept.
     """

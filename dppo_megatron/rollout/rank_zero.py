@@ -81,7 +81,7 @@ class RankZero:
         self.clients.cancel([ticket for work in works for ticket in work.landed])
 
     def count(self, work: Work, version: int, stats: RolloutStats) -> None:
-        """Add a finished rollout to `stats`. `version` is the present weights version."""
+        """Add a finished rollout to `stats`. `version` is the current weights version."""
         rollout = self._config.rollout
         if rollout.async_steps and work.may_lose:
             stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))

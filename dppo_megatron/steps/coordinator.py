@@ -170,7 +170,7 @@ def order_row(data: DataConfig) -> tuple[LedgerRow, ...]:
     if data.order == "shuffled":
         return ()
     by = "" if data.order == "file" else f" by {data.order_by}"
-    note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are no random draw of all"
+    note = f"data.order = {data.order}{by}: an epoch holds every problem once, but a step's are not drawn at random"
     return (LedgerRow("data/order", 1.0, "biased", note).with_bias(None, "the gradients of the others are not known"),)
 
 
@@ -217,7 +217,7 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) 
     again = "sampled again, so those that end early are more likely"
     if config.async_steps and config.sync.in_flight == "abort":
         note = f"completions that a weight sync interrupts are {again}"
-        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # it counts every abort of one
+        share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # some more than once
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).with_bias(share))
     if resent := stats.groups_resent:
         note = f"{resent} groups of a server that failed were {again}: without seeds, or with newer weights"

@@ -69,7 +69,7 @@ class StepRecord:
         row = LedgerRow(TOKENS, kept / offered if offered else 1.0, "unbiased", f"drawn by {tokens.path}")
         if "weights" in tokens.given:
             row = replace(row, label="biased", note=f"weights of {tokens.path}")
-            row = row.with_bias(None, "what sums with them estimate is not known")
+            row = row.with_bias(None, "what sums with these weights estimate is not known")
             self.metrics.pop("prune/bias_estimate", None)  # it covers only the other rows
         self.ledger += (row,)
 

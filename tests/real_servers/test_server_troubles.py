@@ -47,7 +47,7 @@ WRONG = {
             "data__max_prompt_tokens": 17,
             "packing__max_tokens_per_microbatch": 1024,
         },
-        f"context of {LONGEST + 16} tokens",
+        f"context or KV cache of only {LONGEST + 16} tokens",
     ),
     "key": ({"rollout__servers__api_key_env": "NO_SUCH_KEY"}, "refuses the API key"),
 }

@@ -267,7 +267,7 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
                 f"{url} refuses the API key (HTTP {error.status}); it is read from the environment variable"
                 f" {api_key_env} (rollout.servers.api_key_env)"
             ) from None
-        raise UserError(f"{url} cannot be asked what it serves: {error}") from None
+        raise UserError(f"{url} answers the request for its settings with {error}") from None
 
 
 def choose_channel(

@@ -126,7 +126,7 @@ class Directory:
             ready = {url: entry for url, entry in entries.items() if answers(entry)}
             if len(ready) >= count:
                 return ready
-            state = f"{len(ready)} of {count} rollout servers registered in {shown(self._path)} are ready"
+            state = f"{len(ready)} of {count} rollout servers are registered in {shown(self._path)} and ready"
             if time.monotonic() > deadline:
                 silent = ", ".join(sorted(entries.keys() - ready.keys()))
                 raise UserError(

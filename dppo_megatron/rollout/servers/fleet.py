@@ -193,7 +193,7 @@ class Fleet:
         """The servers at these addresses were restarted; `why` by address."""
         for member in self.members:
             if member.name in why:
-                log(f"rollout: the launched server {member.name} {why[member.name]}; it is started again")
+                log(f"rollout: the launched server {member.name} {why[member.name]}; it is restarted")
                 with self.lock:
                     self._probes[member.name] = _Probe()  # an earlier probe was of the previous process
                     member.restarted()

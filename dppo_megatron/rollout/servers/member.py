@@ -238,7 +238,7 @@ class Member(Endpoint):
         until it answers."""
         self._owned()
         self._outages += self._state != "out"  # the process had ended before anybody noticed
-        self._state, self._reason, self._out_since = "out", "its process was started again", self._clock()
+        self._state, self._reason, self._out_since = "out", "its process was restarted", self._clock()
         self._probe_again_at = -float("inf")
         self.asleep, self.has_leftovers, self.is_starting = frozenset(), False, True
 

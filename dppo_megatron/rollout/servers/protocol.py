@@ -174,7 +174,7 @@ class Server(Generator, Protocol):
 
     # ------------------------------------------------ weights in buckets, between `begin_update` and `end_update`
 
-    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, rendezvous: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """Have the workers leave any earlier broadcast group and join this one, as ranks `first_rank` and following;
         the other ranks are other servers' workers. Returns when all members have joined."""
 

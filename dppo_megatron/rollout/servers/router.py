@@ -141,5 +141,5 @@ def set_dialect(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
     except Unreachable:
         passes = False
     if not passes:
-        log(f"rollout: {router.http.url} passes no requests of this engine on; its workers are asked themselves")
+        log(f"rollout: {router.http.url} does not pass on requests of this engine; they go directly to its workers")
     return passes

@@ -190,18 +190,18 @@ class SGLangServer:
         answer = self.http.post("/weights_checker", Ranks, {"action": "checksum"}, timeout_s=timeout_s)
         return [rank.checksums for rank in answer.ranks]
 
-    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, rendezvous: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         if self._group:
             with contextlib.suppress(Refused):  # a restarted server has no group to leave
                 self.http.do("/destroy_weights_update_group", {"group_name": self._group}, timeout_s=timeout_s)
-        self._group = meeting.name
+        self._group = rendezvous.name
         body = {
-            "master_address": meeting.host,
-            "master_port": meeting.store.port,
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.store.port,
             "rank_offset": first_rank,
-            "world_size": meeting.world_size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
+            "world_size": rendezvous.world_size,
+            "group_name": rendezvous.name,
+            "backend": rendezvous.backend,
         }
         self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
 
@@ -297,7 +297,7 @@ def _drafting(config: RolloutConfig) -> list[str]:
     return [
         *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", drafter),
         *("--speculative-eagle-topk", "1", "--speculative-num-steps", str(tokens), *verified),
-        # a server at sleep drops all weights, and no sync brings the drafter's
+        # a sleeping server drops all weights, and no sync brings the drafter's
         *(["--enable-draft-weights-cpu-backup"] if config.servers.colocate else []),
     ]
 

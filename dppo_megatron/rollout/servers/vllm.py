@@ -189,18 +189,18 @@ class VLLMServer:
         self._forget_prefixes(timeout_s)
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
-    def join_group(self, meeting: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
+    def join_group(self, rendezvous: GroupRendezvous, first_rank: int, *, timeout_s: float) -> None:
         """By vLLM's weight transfer interface with our receiver, which leaves an earlier group by itself."""
         info = {
-            "backend": meeting.backend,
-            "master_address": meeting.host,
-            "master_port": meeting.store.port,
+            "backend": rendezvous.backend,
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.store.port,
             "rank_offset": first_rank,
-            "world_size": meeting.world_size,
-            "joining_s": meeting.joining.total_seconds(),
-            "timeout_s": meeting.timeout.total_seconds(),
+            "world_size": rendezvous.world_size,
+            "joining_s": rendezvous.joining.total_seconds(),
+            "timeout_s": rendezvous.timeout.total_seconds(),
             "chunk_bytes": CHUNK_BYTES,
-            "secret": meeting.secret,
+            "secret": rendezvous.secret,
         }
         self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
 
@@ -329,7 +329,7 @@ def _drafting(config: RolloutConfig) -> list[str]:
         **({"num_speculative_tokens_per_batch_size": lengths} if len(lengths) > 1 else {}),
         **own.get(speculation.method, {}),
     }
-    # a server at sleep drops all weights, and no sync brings the drafter's
+    # a sleeping server drops all weights, and no sync brings the drafter's
     kept = speculation.method == "eagle3" and config.servers.colocate
     return ["--speculative-config", json.dumps(settings), *(_KEPT_ASLEEP if kept else ())]
 

@@ -130,7 +130,7 @@ def version_name(run: str, number: int) -> str:
 
 
 def version_number(name: str) -> int:
-    """7 for "3f9a01c2.7"; -1 for any other name."""
+    """7 for "3f9a01c2.7"; -1 for a name that does not end in a number."""
     digits = name.rpartition(".")[2]
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 19 else -1
 
@@ -159,7 +159,7 @@ def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expect
         _raise_if_falsely_certain(sampled, group)
     corrected = [_with_true_end(one, group, group.limit(index)) for index, one in enumerate(sampled)]
     for one in corrected:
-        # aborted completions are never trained on, and engines may have recorded fewer experts of them
+        # completions with these reasons are never trained on, and engines may have recorded fewer experts of them
         if group.experts is not None and one.finish_reason not in ("abort", "early"):
             _raise_if_experts_wrong(one, group, group.experts)
     return corrected

@@ -3,7 +3,7 @@
 The price of a common group: if one server dies, the broadcast fails for all. The rules:
 
 - A group is kept from sync to sync as long as the members are the same and none has been out. Otherwise a new group is
-  made of exactly the present members: a broadcast needs all of them.
+  made of exactly the servers of this sync: a broadcast needs all of its members.
 - When a member fails, the pass fails: the rest is not sent, all members stay stale, and `WeightSync` begins another
   pass, from the first tensor on, without the failed member. So no server keeps a part of the weights.
 - A server has failed if its connection breaks or times out. Servers that then answer "the weights stopped coming" are
@@ -73,7 +73,7 @@ class BroadcastChannel(BucketChannel):
         return took
 
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
-        """Make a group of exactly these members, unless the present one is."""
+        """Make a group of exactly these members, unless the existing group is one."""
         present = [(member.name, member.outages) for member in members]
         if present != self._joined:
             self.close()

@@ -218,7 +218,7 @@ class BucketChannel(Channel):
 
     @abstractmethod
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """Give `bucket` to `members`, of which none may be left; returns those that took it."""
+        """Give `bucket` to all `members` (possibly none: all have failed); returns those that took it."""
 
     def _end(self) -> None:
         """Called after the last bucket, even if something has failed."""

@@ -41,7 +41,7 @@ MOST_MISSED = 3
 CANARY_TOKENS = 64
 CANARY_COMPLETIONS = 8
 Score: TypeAlias = Callable[[Prompt, Sequence[Completion]], Sequence[npt.NDArray[np.floating[Any]]]]
-"""Log-probabilities [num_tokens] of each completion under the actor's present weights; collective."""
+"""Log-probabilities [num_tokens] of each completion under the actor's current weights; collective."""
 _JOINED = (
     (re.compile(r"(.*self_attn\.)([qkv])_proj\.(weight|bias|weight_scale_inv)"), r"\1qkv_proj.\3", 3),
     (re.compile(r"(.*mlp\.(?:shared_experts?\.)?)(gate|up)_proj\.(weight|weight_scale_inv)"), r"\1gate_up_proj.\3", 2),
@@ -245,8 +245,8 @@ class Canary:
 def ask_for_canary(
     fleet: Fleet, groups: Sequence[GenerateRequest], expected: Expected, timeout_s: float
 ) -> list[tuple[str, list[Sampled]]]:
-    """Send the same requests to each replica of all live servers at once; returns (server or replica, completions). On
-    rank 0. A server without a complete answer in time is left out of the result and logged, but stays live."""
+    """Send the same requests to all live servers at once, to the replicas of one in turn. Returns (server or replica,
+    completions), on rank 0. A server without a complete answer in time is left out and logged, but stays live."""
 
     def ask(member: Member) -> list[tuple[str, list[Sampled]]]:
         """All replicas of one server, one after the other."""

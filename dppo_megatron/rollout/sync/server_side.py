@@ -51,7 +51,7 @@ class ServerSide:
         self._tensors_verified: int | None = None
         self._spans = recorder()
         self._reached_s = 0.0
-        """When the present stage began, on the clock of the spans."""
+        """When the current stage began, on the clock of the spans."""
         self.stage: Stage = "done"
 
     def begin(self, version: int, name: str) -> bool:
@@ -99,7 +99,7 @@ class ServerSide:
     def _pause(self, members: Sequence[Member]) -> list[Member]:
         """Pause generation as `sync.in_flight` says; returns the members that are paused. New requests wait at the
         server, or are rejected (vLLM 0.33)."""
-        # leftovers of an outage are aborted in any case, since their request ids are used again
+        # leftovers of an outage are aborted in any case: those requests have been retried elsewhere
         return on_each(
             self._fleet,
             members,

@@ -1,8 +1,8 @@
 """A weight sync as all ranks execute it: one or more passes over the actor's stream, which is collective.
 
 Rank 0 sends the stream to the servers and decides whether another pass follows (`server_side.py`); the other ranks
-iterate over it in step. When all ranks have reached its end, an actor that shares its device offloads its weights
-(stage `handed over`). Only after that do servers allocate their KV caches.
+iterate over it in step. At its end each rank of an actor that shares its device offloads its weights. Only when all
+ranks have done so (stage `handed over`) do servers allocate their KV caches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WeightSync:
         self._weights: Weights | None = None
         self._release: Callable[[], None] = lambda: None
         self._is_proven = False
-        """Whether servers must prove the present sync: the first, every `verify_every`-th, and the next after a proof
+        """Whether servers must prove the current sync: the first, every `verify_every`-th, and the next after a proof
         that no server answered."""
         self.version = 0
         """Number of the last sync that began."""
@@ -82,7 +82,7 @@ class WeightSync:
         return self._is_proven
 
     def again(self) -> None:
-        """Make passes over the present weights until every server that answers has them; waits for the first answer."""
+        """Make passes over the current weights until every server that answers has them; waits for the first answer."""
         assert self._weights is not None, "a sync comes first"
         started, passes, problem = time.perf_counter(), 0, None
         wait_until, has_passed = time.monotonic() + self._wait_s, False
