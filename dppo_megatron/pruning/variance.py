@@ -176,7 +176,7 @@ class EffectMonitor(Stateful):
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self.believed = True
-        """Becomes False when the measured effect is worse than skipping at random, and True when it no longer is."""
+        """False once the effect is worse than random skipping by more than its error, until it is better than that."""
 
     def effect(self) -> Effect | None:
         """None before the first step in which skipping was planned and something had gradient."""
