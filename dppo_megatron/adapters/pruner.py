@@ -128,7 +128,7 @@ class StepPruner(Stateful):
             rewards: [K, G], NaN where the grader failed.
             lengths: [K, G] tokens that are trained on; 0 if the trainer masks the whole completion.
             logit_grad_norm: [K, G], `pruning.logit_grad_norm` of each; it only affects the variance.
-            advantages: [K, G], the trainer's own. A completion with advantage 0 is never kept.
+            advantages: [K, G], the trainer's own. Completions with advantage 0 have no gradient.
 
         Example: 2 prompts of 4, one without reward variance: of the other's 4 completions a rate of 0.5 keeps 2 or
         more, whose weights have mean 1 over the draws. The first prompt's have no gradient, so dropping them is free.

@@ -112,9 +112,9 @@ def rloo_advantages(rewards: FloatArray) -> FloatArray:
 def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArray | None = None) -> FloatArray:
     """Each reward minus the baseline b = (alpha + sum of the group's others) / (alpha + beta + their number).
 
-    b does not depend on the completion itself, so the expected gradient is that of `rloo`, with less noise than from a
-    mean over few others. Groups with equal rewards can have advantages other than 0 here. NaN as in `group_advantages`;
-    groups with fewer than two rewards get advantage 0.
+    b does not depend on the completion itself, so the expected gradient is that of `rloo`, usually with less noise
+    than from a mean over few others. Groups with equal rewards can have advantages other than 0 here. NaN as in
+    `group_advantages`; groups with fewer than two rewards get advantage 0.
 
     If the loss divides by the completion's own length (`sequence_mean`), the product with b would depend on the
     completion, and push the policy towards long or short ones in proportion to the error of b. So only m, the others'

@@ -68,7 +68,7 @@ def correction_error(old: Logprobs, behaviour: Logprobs, config: CorrectionConfi
 class Mismatch:
     """How much engine and actor differ, as sums over a step's kept completions that can be added over ranks.
 
-    All sums except `product` weight each completion by its figure weight, so they are unbiased for what was rolled out.
+    Sums except `product` and `gradient` have figure weights, so they are unbiased for all completions with gradient.
 
     Example: one completion of two tokens, 0.1 and 0.3 apart, kept with probability 1/2: 4 tokens, `absolute` 0.8.
     """

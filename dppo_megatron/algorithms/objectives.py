@@ -34,7 +34,7 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
     ((), 1.0, 0.1, 4),  # the micro-batch of a rank without samples
 )
 _WEIGHTS = (1024.0, 2.0**-20, -1.0)
-"""Powers of two scale float32 without rounding; real weight / divisor is between them, below 0 if a user chooses so."""
+"""Powers of two scale float32 without rounding; real weights / divisors are between these, or below 0 by choice."""
 _RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
 """Names that a loss's diagnostics may not have."""
 

@@ -4,7 +4,7 @@ A policy has to define one method, `choose`. The type it returns determines how 
 
     probabilities   float array [n]: raised to `min_inclusion_prob`, used for the draw, weighted with 1/pi: unbiased
     a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
-                    unbiased, but biased from the step at which its draws refute its probabilities (`monitors.py`)
+                    unbiased, but biased once its earlier draws have refuted its probabilities (`monitors.py`)
     a pick          boolean array [n]: its probabilities are unknown: biased, with weights of 1
 
 Example: prompts whose last group had variance are always kept, the others with probability 1/3.

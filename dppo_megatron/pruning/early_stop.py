@@ -2,8 +2,8 @@
 
 A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). A
 completion of n tokens finishes with probability S(n), whatever it contains, and then has weight 1 / S(n): in
-expectation every completion is trained on once, and long ones cost less. If P(length >= n) is about 1 / n in the tail,
-as is often the case for long chains of thought, that tail costs log(n) tokens instead of n.
+expectation every completion is trained on once, and long ones cost less: one of n > after tokens takes about
+after (1 + log(n / after)) tokens on average, until the floor decides.
 
 S deliberately ignores the prompt. Predicting each completion's length and reward would gain 1.2 times as much on
 recorded runs (docs/choosing.md), but such predictions are fitted to full lengths, of which a run that stops early sees

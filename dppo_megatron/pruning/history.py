@@ -61,7 +61,7 @@ class PromptHistory:
         return successes, failures
 
     def pass_rate(self) -> FloatArray:
-        """[prompts] mean of the rewards clipped to [0, 1], by all evidence however old; 1/2 where there is none."""
+        """[prompts] posterior mean of rewards clipped to [0, 1], without fading by age; 1/2 without evidence."""
         successes, failures = self.arrays["successes"], self.arrays["failures"]
         return np.asarray(successes / (successes + failures))
 

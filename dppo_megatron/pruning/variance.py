@@ -18,7 +18,7 @@ had G of them, each with (1 - 1/n) / (1 - 1/G) of the moment, since the mean of 
 precedes the others. It is below 1, or above 1 but with fewer tokens, since sizes depend on cost too.
 
 A growth of 1.2 means as much noise as a batch 1.2 times smaller. It ignores that completions' gradients may be
-correlated, and that a systematic draw is less noisy than the independent draw of these sums.
+correlated, and that a systematic draw is usually less noisy than the independent draw of these sums.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class EffectMonitor(Stateful):
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_SUMS, 0.0)
         self.believed = True
-        """Becomes False when the measured effect is worse than skipping at random, and True when it no longer is."""
+        """False once the effect is worse than random skipping by more than its error, until it is better than that."""
 
     def effect(self) -> Effect | None:
         """None before the first step in which skipping was planned and something had gradient."""

@@ -76,7 +76,7 @@ class GradeTable:
         )
 
     def reweighted(self, prompt: IntArray, factor: FloatArray) -> GradeTable:
-        """Weights times `factor` [k]: what a completion of each of the step's prompts [k] counts for missing ones."""
+        """Weights times `factor` [k], by which completions of the step's prompts [k] make up for missing ones."""
         order = np.argsort(prompt)
         return replace(self, weight=self.weight * factor[order[np.searchsorted(prompt, self.prompt, sorter=order)]])
 

@@ -70,7 +70,7 @@ class Lane:
         self._open: dict[int, Queued] = {}
         """Position among all samples that the process was given -> a sample that it has not answered yet."""
         self._is_busy = False
-        """The process has not finished its chunk. Nothing may be open: a sample may be put back after it was begun."""
+        """The process has not finished its chunk, perhaps with none open: samples may be put back once begun."""
         self._active_s = 0.0
         """When the process last sent a message, or was given samples while none was open."""
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)

@@ -231,7 +231,7 @@ class Coefficients:
     @property
     def _baseline_counts(self) -> bool:
         """Whether the expected gradient may depend on the baseline: if a ratio may be bounded, in the updates after a
-        step's first, or in the first if completions come from older or rounded weights and it is not linear off policy;
+        step's first, or in the first if completions come from older or rounded weights and the loss is not linear then;
         or if sampling excludes some tokens, about which a ratio to its distribution says nothing.
 
         If the loss is linear in the advantage, only the baseline's mean can matter. It is the mean of the rewards for

@@ -216,8 +216,8 @@ def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool
     if not figures["missing_biased_count"]:
         return note
     return (
-        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of their content; their group mates have"
-        f" a mean reward of {figures['missing_reward_mean']:.3g} and {figures['missing_tokens_mean']:.0f} tokens"
+        f"{note}; {figures['missing_biased_count']:.0f} may be missing because of their content, on average of"
+        f" {figures['missing_tokens_mean']:.0f} tokens and, by group mates, reward {figures['missing_reward_mean']:.3g}"
     )
 
 

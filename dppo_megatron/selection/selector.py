@@ -125,7 +125,7 @@ class Selector:
             order = make_order(sizes, settings.set_weights, settings.seed, self.prompts_per_step, key)
         self._order = order
         self._epochs = order if isinstance(order, WeightedOrder) else None
-        """The order, if its epochs are no function of the position: by pass rates, or begun with another step size."""
+        """The order, if its epochs may not follow from the position: by pass rates, or after steps of another size."""
         self._position = 0
         self._settled = self._place()
         """The place without the refills of open steps."""

@@ -83,7 +83,7 @@ def _exponent(node: Node) -> Fraction | None:
 
 
 def _whole_power(node: Node) -> int | None:
-    """The exponent of a power, if it is a whole number of less than 4,000 bits."""
+    """The exponent of a power, if it is a whole number of at most 4,000 bits."""
     power = _exponent(node[2])
     return int(power) if power is not None and power.denominator == 1 and abs(power) < 1 << 4000 else None
 

@@ -201,7 +201,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     """Whether both, cleaned, name the same choices; None if the reference names none.
 
     A choice may be followed by its value: mathematics, or what the problem offers under that letter. A lower-case
-    letter is a choice only if the problem offers it; a capital one that it does not offer may be a point or a matrix.
+    letter is a choice only if the problem, if known, offers it; a capital one always, or it may be a point or a matrix.
 
     Example:
         >>> _same_choices("A, C", "AC", ""), _same_choices("C", "c) 12", ""), _same_choices("C", "(C) is wrong", "")
