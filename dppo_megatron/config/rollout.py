@@ -132,16 +132,16 @@ class LimitsConfig:
     start_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
     """How long a launched server may take until it is ready."""
     sync_timeout_s: float = ranged(600.0, SECONDS, free_at_resume=True)
-    """A server whose weight sync takes longer is marked down."""
+    """A server whose weight sync takes longer is marked out."""
     request_timeout_s: float = ranged(3600.0, SECONDS, free_at_resume=True)
     """A request older than this, counted from its first attempt, is ended, and its unfinished completions are missing
     from the step. In an evaluation it stops the run."""
     engine_wait_s: float = ranged(300.0, SECONDS, free_at_resume=True)
-    """With every server down, the run waits this long for one to come back and then stops."""
+    """With every server out, the run waits this long for one to come back and then stops."""
     probe_every_s: float = ranged(5.0, SECONDS, free_at_resume=True)
     """Interval between health probes of each server."""
     probe_timeout_s: float = ranged(20.0, SECONDS, free_at_resume=True)
-    """A server whose health probe takes longer is marked down, and its requests are made again elsewhere."""
+    """A server whose health probe takes longer is marked out, and its requests are made again elsewhere."""
     logprob_diff_warning: float = ranged(0.5, "(0, 1e6]", free_at_resume=True)
     """Warn if a step's mean |log-probability difference| between engine and actor is above this."""
 
