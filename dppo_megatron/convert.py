@@ -73,7 +73,7 @@ def hf_to_megatron(
         raise UserError(f"--tp {tp} --pp {pp} --ep {ep}: {error}") from None
     reader = CheckpointReader(source, architecture, "--hf")
     if reader.left_out:
-        lines.append(f"left out: {len(reader.left_out)} tensors of layers that predict several tokens")
+        lines.append(f"left out: {len(reader.left_out)} tensors of layers for multi-token prediction")
     lines += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     lines += _compared(model)
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}

@@ -337,7 +337,7 @@ def _template_notes(data: DataConfig) -> list[str]:
     named = TEMPLATES.get(data.template)
     own = [item.name for item in fields(Template) if named and getattr(data, item.name) is not None]
     return [
-        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null turns that off"
+        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null uses the template"
         for name in own
         if getattr(data, name) != getattr(named, name)
     ]

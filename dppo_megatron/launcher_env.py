@@ -51,7 +51,7 @@ def forget_launcher() -> None:
 
 
 def launched_world_size() -> int:
-    """Processes of this job; 1 without a launcher. Raises UserError for a wrong variable, as the next four do."""
+    """Processes of this job; 1 without a launcher. Raises UserError for a wrong variable, as the functions below do."""
     return _number("WORLD_SIZE", 1, least=1)
 
 

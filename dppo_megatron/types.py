@@ -27,8 +27,8 @@ else:  # numpy would be two thirds of the time of `dppo-megatron --help`
     BoolArray = ExpertArray = IntArray = FloatArray = Any
 
 Label: TypeAlias = Literal["exact", "unbiased", "ratio", "biased"]
-"""What a selection does to the expected gradient. exact: it drops nothing. unbiased: weights correct it. ratio: they
-correct it up to O(1/n). biased: it is changed."""
+"""What a selection does to the expected gradient. exact: it drops nothing that has gradient. unbiased: weights correct
+it. ratio: they correct it up to O(1/n). biased: it is changed."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "early"]
 """stop: at a stop token. length: at the token limit. abort: before either; the completion is missing. early: at its own

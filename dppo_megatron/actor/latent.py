@@ -38,7 +38,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         for name, all_rows in rows.items():
             weight = getattr(getattr(self, name, None), "weight", None)
             if weight is not None and len(weight) == all_rows:
-                # Transformer Engine marks even an unsplit weight as a shard: the gradient norm would add it every rank
+                # Transformer Engine marks even an unsplit weight as a shard: the gradient norm would count it once
+                # for each rank
                 weight.tensor_model_parallel = False
 
     def get_query_key_value_tensors(

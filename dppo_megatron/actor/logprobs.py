@@ -3,7 +3,7 @@
 A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and as much again for their gradient. So the
 output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers per
 token, the backward pass computes the logits again. Only positions that predict a completion token are computed, which
-saves part of the cost of the second multiplication. Peak memory beside the model: some four float32 tensors of
+saves part of the cost of the second multiplication. Peak memory beside the model: at most three float32 tensors of
 [chunk, V / tp]. The weight's gradient is added directly to Megatron's float32 gradient buffer; if the weight has none,
 to a float32 tensor of its shape.
 """

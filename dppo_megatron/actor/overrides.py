@@ -48,7 +48,7 @@ DECIDED = _by_name(
         "the device that the job runs on": "use_cpu_initialization",
     }
 )
-"""Field -> what decides its value. Setting that same value in `actor.megatron` is no error."""
+"""Field -> what decides its value. Setting that same value is no error."""
 
 _NO_LAYERS = "no model family here has such layers"
 _DROPS = "tokens beyond the capacity would be dropped, so log-probabilities would not be the policy's"

@@ -60,7 +60,7 @@ def nearest_config(name: str) -> str:
 
 def working_directory(where: str | Path) -> str:
     """The directory in which the trainer of a run was started, from which relative paths in the run's files start.
-    `where`: a file or checkpoint of the run. Empty if that is the present one, is unknown, or `where` is of no run."""
+    `where`: a file or checkpoint of the run. Empty if that is the current one, is unknown, or `where` is of no run."""
     return _working_directory(where)[0]
 
 

@@ -69,7 +69,7 @@ class PromptPruningConfig:
     warmup_epochs: float = ranged(1.0, "[0, 1e9]")
     """Epochs at the start in which no prompt is skipped."""
     anneal_fraction: float = ranged(0.875, "[0, 1]")
-    """No prompt is skipped after this fraction of the run: 0.875 leaves the last 12.5 % unpruned."""
+    """No prompt is skipped after this fraction of the run: 0.875 leaves the last 12.5% unpruned."""
     cost_aware: bool = True
     """Divide the score by the root of the prompt's mean completion length: least variance for the tokens spent."""
     group_size_factor: float = ranged(1.0, "[1, 16]")
@@ -119,7 +119,7 @@ class CompletionPruningConfig:
     """Keep a share of the tokens instead of the completions, with probabilities proportional to score / sqrt(cost)."""
     max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Largest growth of the gradient variance, sum(s^2/pi)/sum(s^2) of the score; 0: no bound. The rate backs off to
-    stay below it. With 1.1 the quickstart's task trains on 16 % of the tokens (docs/pruning.md)."""
+    stay below it. With 1.1 the quickstart's task trains on 16% of the tokens (docs/pruning.md)."""
     fill_slack: bool = True
     """Keep more completions than the rate asks for if the last round of micro-batches has room: less variance without
     another micro-batch, at the cost of the added tokens' time."""

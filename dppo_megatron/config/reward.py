@@ -62,8 +62,8 @@ class RewardConfig:
     """A grading that takes longer is ended and its process replaced. It counts as failed, not as reward 0."""
     processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
     """Grader processes per rank; with rollout servers, the ranks of a node share theirs. One process of a built-in
-    grader does a step's 512 gradings in milliseconds; a slow one, which runs code say, may need all cores of the
-    rank."""
+    grader does a step's 512 gradings in milliseconds; a slow grader (one that runs code, say) may need a process for
+    each core of the rank, if memory suffices."""
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
     """Most gradings in progress in each process of an `async def` grader; also the most completions in one call of a
     grader that takes lists."""

@@ -55,7 +55,7 @@ class SftConfig:
 
     page = "sft.md"
     examples_path: str = ""
-    """JSON Lines file of worked solutions. Each row has data.problem_field and `completion_field`."""
+    """Worked solutions, in any format of data.train_path. Each row has data.problem_field and `completion_field`."""
     completion_field: str = "completion"
     """Field of a row that holds the solution's text; the end-of-sequence token is appended. If this is the same as
     data.problem_field, that field holds a list of messages, and the last one (the assistant's) is the solution."""

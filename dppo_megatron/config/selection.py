@@ -95,7 +95,7 @@ class SelectionSettings:
 
     @property
     def reads_prior(self) -> bool:
-        """Whether the baseline needs them: that of posterior_loo, or one with completions that were stopped early."""
+        """Whether the baseline needs earlier rewards: that of posterior_loo, and any with completions stopped early."""
         return self.objective.advantage == "posterior_loo" or self.pruning.early_stop.after_tokens > 0
 
     @property
@@ -103,7 +103,7 @@ class SelectionSettings:
         """Why rewards must be in [0, 1]: a baseline uses the prompt's pass rate. Empty if none does. If rewards were -1
         and 1, one in ten of them 1, posterior_loo's squared advantages would be 2.1 times rloo's, and not 0.9 times."""
         if self.objective.advantage == "posterior_loo":
-            return "objective.advantage = posterior_loo shrinks its baseline to a pass rate; rloo takes any reward"
+            return "objective.advantage = posterior_loo shrinks its baseline towards a pass rate; rloo takes any reward"
         if self.reads_prior:
             return "pruning.early_stop uses a pass rate in place of what it stops; after_tokens=0 takes any reward"
         return ""

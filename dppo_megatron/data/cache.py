@@ -124,7 +124,7 @@ def _columns_of_table(table: Any) -> PromptFeatures:
 
 @dataclass(frozen=True, slots=True)
 class PromptCache:
-    """The cache file for one set with its present content, settings and code."""
+    """The cache file for one set with its current content, settings and code."""
 
     path: Path
     _key: str

@@ -1,7 +1,7 @@
 """The order in which prompts are visited: over one set, or several in fixed shares; shuffled, or sorted by a key.
 
 It is a pure function of the position, so a resumed run continues with the same prompts. For sets with weights or a key,
-a checkpoint also stores each set's progress and the order of its present epoch. That order cannot be computed again
+a checkpoint also stores each set's progress and the order of its current epoch. That order cannot be computed again
 under other weights, another number of prompts per step, or a key that changes, such as the model's pass rate.
 """
 
