@@ -78,7 +78,7 @@ function ledgerTable() {
       make("td", { class: "num" }, mean(row.kept)), make("td", { class: "num" }, mean(row.bias)), make("td", { class: "num" }, present.length ? `${run.steps[present[0]]}–${run.steps[present[present.length - 1]]}` : "–"), make("td", { class: "wrap dim" }, row.notes.join("; ")));
   }));
   if (!rows.length) return null;
-  return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it). Bias: how far off that is, as a share of the gradient, if the gradients of completions are orthogonal."),
+  return make("div", { class: "card wide scroll" }, make("h3", {}, "Bias ledger"), make("p", { class: "note" }, "What each selection does to the expected gradient: exact (drops nothing that has a gradient), unbiased (weights undo it), ratio (up to O(1/n)), biased (changes it). Bias: how far off that is, as a share of the gradient, if the gradients of completions are orthogonal."),
     stacking(make("table", {}, make("thead", {}, make("tr", {}, ...(runs.length > 1 ? ["run"] : []).concat(["selection", "label", "kept, mean", "bias, mean", "steps", "notes"]).map((text) => make("th", { scope: "col", class: text.endsWith("mean") || text === "steps" ? "num" : null }, text)))), make("tbody", {}, ...rows))));
 }
 
