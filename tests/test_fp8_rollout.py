@@ -299,7 +299,7 @@ def test_hoppers_servers_do_not_round_again(
 def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> None:
     config = _config(files, tmp_path / "run", "vllm", None)
     config.rollout.speculation.method = "eagle3"
-    with pytest.raises(UserError, match="so would the drafter"):
+    with pytest.raises(UserError, match="so would the draft model"):
         make_servers(config)
 
 
