@@ -156,7 +156,7 @@ def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interva
 
 def pair_noise(run: MethodRun) -> float | None:
     """How far noise alone takes the measured speed-up of one pair of runs from its mean: half of its logarithm's 95 %
-    interval, from the curve of the recorded `run`. None if the curve rises too little, or the noise is `MOST_NOISE`.
+    interval, from the curve of the recorded `run`. None if the curve rises too little, or if half reaches `MOST_NOISE`.
 
     With a line of slope S through the k accuracies from a third of the gain on, over the logarithm of the CPU seconds,
     sigma^2 their variance about it, and v the relative spread of the seconds of a step from evaluation to evaluation:

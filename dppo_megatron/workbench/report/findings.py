@@ -12,7 +12,7 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
 _ERRORS = 3.0
-"""A difference of more standard errors than this is no chance."""
+"""A difference of more standard errors than this is not chance."""
 
 
 @dataclass(frozen=True, slots=True)
