@@ -64,7 +64,7 @@ def findings(run: RunRecord) -> list[Finding]:
 
 
 def _skipping(run: RunRecord) -> list[Finding]:
-    """A note if the last steps' variance was larger than predicted, beyond chance: the cost of a rate is then not known."""
+    """A note if the last steps' variance exceeded the prediction beyond chance: what a rate costs is then unknown."""
     names = ("predicted_effect", "realised_effect", "realised_error")
     columns = [run.columns.get(f"prune/prompt_{name}", []) for name in names]
     known = [row for row in zip(*columns, strict=False) if None not in row]
