@@ -180,7 +180,7 @@ def measure(recorded: Recorded, draws: int = DRAWS) -> dict[str, dict[float, Res
 
 
 def synthetic(seed: int, num_prompts: int = 512, per_step: int = 64, size: int = 8, steps: int = 64) -> Recorded:
-    """A made-up run: prompts of five levels, each with its own difficulty, and a policy that improves on all."""
+    """A made-up run: each prompt has one of five levels and its own difficulty; the policy improves on all."""
     rng = np.random.default_rng(seed)
     level = rng.integers(0, 5, num_prompts)
     difficulty = 1.5 * (level - 2.0) + rng.normal(0, 1.5, num_prompts)

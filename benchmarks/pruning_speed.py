@@ -1,7 +1,7 @@
 """How long the decisions of one training step take, and how much memory the history needs.
 
 The cost of pruning must be negligible: the bounds are 50 ms and 100 bytes per prompt with a million prompts, 1,024 of
-them in a step, and 16 completions each. Times are medians over steps after one visit to each prompt, on one CPU.
+them in a step, and 16 completions each. Times are medians over steps after a visit to each prompt; one process on CPU.
 
     python benchmarks/pruning_speed.py [--json FILE] [--prompts 1000000] [--steps 20]
 """

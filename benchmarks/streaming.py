@@ -214,7 +214,7 @@ def drawn(steps: int, prompts: int, size: int, cap: int, mean: float, sigma: flo
 
 def step_s(lengths: Any, ahead: int, update_s: float, options: argparse.Namespace) -> float:
     """Mean seconds from one step's answers to the next's, without the first quarter of the steps, and up to the last
-    step after which as many were open as before."""
+    step after which as many were open as at the start."""
     steps = Steps(lengths, ahead, update_s, options)
     steps.run()
     assert steps.trained == lengths.sum(), "every completion is trained in its own step"

@@ -35,9 +35,9 @@ def survivors(group: Group, place: int, advantage: float) -> TokenValues:
 
     The baseline knows only that the completion reached the token, so the expected gradient is that of `rloo`; not if
     the token sum is divided by the completion's length, nor with `objective.overlong.buffer_tokens`, whose penalty is
-    not in the group's rewards, nor with early stops, which let the short ones end. It is not 0 where a reward equals
-    its mates' mean, so `zero_advantage_slope` is needed. `simulate --roulette` predicts the gain of such a baseline: on
-    recorded runs nothing (docs/choosing.md).
+    not in the group's rewards, nor with early stops, as only short ones end by themselves. It is not 0 where a
+    reward equals its mates' mean, so `zero_advantage_slope` is needed. `simulate --roulette` predicts the gain of such
+    a baseline: on recorded runs nothing (docs/choosing.md).
     """
     lengths = np.array([len(one.token_ids) for one in group.completions])
     mates = ~np.isnan(group.rewards) & (np.arange(len(lengths)) != place)

@@ -4,8 +4,8 @@ The manifest is written last, so a directory with one is complete. It has a chec
 its step would make a run resume at the wrong step. Each rank hashes the files that it wrote, and the ranks share the
 work of verifying, so that a whole checkpoint is never read by a single rank.
 
-Only `faults` is collective; rank 0 calls the rest. A checkpoint is deleted only if this run wrote it and newer good
-ones replace it. Whatever is damaged, belongs to another run or is in the way is moved to `aside/`.
+Only `faults` is collective; `sums` runs on each rank, the rest on rank 0. A checkpoint is deleted only if this run
+wrote it and newer good ones replace it. Whatever is damaged, of another run or in the way is moved to `aside/`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class JsonLines:
         before.close()
 
     def sync(self) -> list[str]:
-        """As `flush`, and onto the disk."""
+        """As `flush`, and force everything onto the disk. Raises OSError if that fails."""
         lines = self.flush()
         os.fsync(self._file.fileno())
         return lines

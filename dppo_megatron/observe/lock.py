@@ -121,7 +121,7 @@ class RunLock:
         """Remove lock.json, which another process has locked, if the holder that it names is on another machine and
         shows no sign of life. Raises UserError if the holder may be running."""
         holder = _parse(os.pread(descriptor, 65536, 0))
-        # Half as long again: a trainer that waits for the same holder has the lock, and writes its own name when done.
+        # Half as long again: a trainer that waits for the same holder may have the lock, and writes its name when done.
         is_here = holder.get("boot") == _boot_id()
         if not holder or is_here or self._is_alive(descriptor, holder, kernel_locks=False, extra_s=self._stale_s / 2):
             raise UserError(self._refusal(descriptor)) from None

@@ -252,7 +252,7 @@ def _features(step: _Step, mark: float) -> FloatArray:
 
 def _learned(past: Sequence[_Step], longest: float) -> list[_Guess]:
     """A guess for each checkpoint, fitted to the completions of earlier steps that reached it; where few did, the guess
-    of the checkpoint before. In place of one before the first, the guess is the prompt's own odds."""
+    of the checkpoint before. Before the first checkpoint that has one, it is the prompt's own odds."""
     last = _Guess(0.0, 0.0, np.array([0.0, 1.0, 0.0, 0.0, 0.0]), np.zeros(5), 1.0)
     guesses = []
     for mark in np.unique(np.ceil(_MARKS * longest)).tolist():

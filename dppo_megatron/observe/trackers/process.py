@@ -228,7 +228,7 @@ class Trackio(_Rows):
         import trackio  # only now: its import reads TRACKIO_DIR
 
         self._table = trackio.Table
-        mark.id = mark.id or (begin.name if mark.begun <= 1 else f"{begin.name}-{mark.begun}")  # runs have names alone
+        mark.id = mark.id or (begin.name if mark.begun <= 1 else f"{begin.name}-{mark.begun}")  # its runs have no id
         self._run = trackio.init(
             project=begin.project,
             name=mark.id,

@@ -113,7 +113,7 @@ def three_steps(sheet: Sheet, servers: str) -> None:
 
 def replayed(sheet: Sheet) -> None:
     """Three steps that replay the experts of a server, or of the embedded engine: vLLM records none on a CPU. Then a
-    rollout's mismatch with routers 3 % off, with and without replay: rounding alone moves few tokens of a tiny one."""
+    rollout's mismatch with routers 3 % off, with and without replay: in a tiny model rounding moves few tokens."""
     from dppo_megatron.job import prepare_job
     from dppo_megatron.run import Run  # the other steps import no Megatron here
     from dppo_megatron.train import train

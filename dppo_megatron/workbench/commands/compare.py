@@ -3,10 +3,10 @@ final accuracy (docs/pruning.md):
 
   dppo-megatron compare configs/quickstart.yaml --methods grpo@16,grpo,grpo@64,grpo_nonzero,dppo --seeds 5
 
-METHOD@N is a method with N prompts a step, and in proportion fewer or more steps. The baseline is the best of the GRPO
-variants listed. grpo_nonzero is GRPO that leaves out completions without gradient; module:Class is a policy of your
-own. The runs train one after another on this machine, from the same start; runs that are finished in --out are kept.
-Writes results.json and report.html.
+METHOD@N is a method with N prompts a step, and in proportion fewer or more steps. The baseline is the best of the grpo
+and grpo@N listed; grpo_nonzero, GRPO without the completions that have no gradient, is an arm like the others.
+module:Class is a policy of your own. The runs train one after another on this machine, from the same start; runs that
+are finished in --out are kept. Writes results.json and report.html.
 
 --sweep tunes each method first, over prompts a step, learning rate and schedule (by default around the config's own);
 --sweep KEY=A,B gives the values of one of them, or of another setting:

@@ -38,7 +38,7 @@ DESCRIPTION = """\
 Report what is installed and what this machine can do; exit code 2 if no job can train on its GPUs. Under torchrun or
 srun, or with CONFIG, check the job's machines and the links between them; exit code 2 if a fault would stop the job.
 With --fp8-gate, run CONFIG's model at CONFIG's layout and compare packed with unpacked log-probabilities and gradients,
-and FP8 with bfloat16; exit code 3 if a bound is broken:
+and FP8 with bfloat16; exit code 3 if a bound is exceeded:
 
   dppo-megatron doctor
   torchrun --nproc-per-node 8 -m dppo_megatron doctor CONFIG actor.layout.tensor_parallel=2

@@ -247,8 +247,8 @@ def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
 
 
 def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Machine | None, list[str]]:
-    """Load and check what a run does before it starts. Returns this machine, or None if it has no GPU or --gpu names
-    one, and lines about what was loaded, the first prompt last."""
+    """Load and check all that a run loads before it starts. Returns this machine, or None if it has no GPU or --gpu
+    names one, and lines about what was loaded, the first prompt last."""
     with loading("libraries"):
         from dppo_megatron.job import prepare_job
         from dppo_megatron.platform.capabilities import this_machine

@@ -1,4 +1,4 @@
-"""Start rollout servers on this machine for a trainer on another one, and keep them running until it is interrupted:
+"""Start rollout servers on this machine for a trainer on another one, and keep them running until interrupted:
 
   dppo-megatron serve CONFIG rollout.servers.registry_dir=DIR --host NAME      (on each inference node)
   dppo-megatron train CONFIG rollout.servers.registry_dir=DIR                  (on the training nodes)

@@ -49,7 +49,7 @@ run cannot show it: a run that is slow by luck looks like a slow task. Ten seeds
 to 3.1 (docs/pruning.md), a spread of .31 in the logarithm, of which the noise of their curves is .2 to .25; the rest is
 the spread of two runs."""
 MOST_NOISE = math.log(10.0)
-"""Of a pair, in the logarithm: an interval that reaches ten times as soon or late says nothing."""
+"""Limit of `pair_noise`: an interval that reaches ten times as soon or late says nothing."""
 MOST_CLOCK_SPREAD = 1.3
 """Clock seconds per CPU second, the largest over the smallest of all arms: above this the clock is not to be used."""
 CLOCKS: tuple[Cost, ...] = ("train_s", "train_cpu_s")
@@ -156,7 +156,7 @@ def median_over_seeds(values: Sequence[float] | Sequence[FloatArray]) -> Interva
 
 def pair_noise(run: MethodRun) -> float | None:
     """How far noise alone takes the measured speed-up of one pair of runs from its mean: half of its logarithm's 95 %
-    interval, from the curve of the recorded `run`. None if the curve rises too little, or the noise is `MOST_NOISE`.
+    interval, from the curve of the recorded `run`. None if the curve rises too little, or if half reaches `MOST_NOISE`.
 
     With a line of slope S through the k accuracies from a third of the gain on, over the logarithm of the CPU seconds,
     sigma^2 their variance about it, and v the relative spread of the seconds of a step from evaluation to evaluation:

@@ -288,7 +288,7 @@ _ELEMENTS = 8192
 _DRAWS = 8
 """Parts of the population over which a step is averaged; fewer where a simulated round has several steps already."""
 _SHARES = (0.1, 0.25, 0.5, 0.7, 1.0, 1.5)
-"""Of a whole step's prompts, where the curve of seconds over tokens has its corners."""
+"""Shares of a whole step's prompts at which the curve of seconds over tokens has its corners."""
 ROOFLINE = (
     f"decode: a roofline of {BANDWIDTH_SHARE:.0%} of the bandwidth, {FLOPS_SHARE:.0%} of the FLOPs and"
     f" {1000 * ITERATION_S:.0f} ms an iteration (docs/plan.md)"

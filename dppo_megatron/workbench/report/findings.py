@@ -12,7 +12,7 @@ from dppo_megatron.workbench.runs.run_record import RunRecord, finite_number
 _MISMATCH_ALARM = 0.05
 """Used if the run's settings are missing: mean |log-probability difference| to the engine."""
 _ERRORS = 3.0
-"""A difference of more standard errors than this is no chance."""
+"""A difference of more standard errors than this is not chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def findings(run: RunRecord) -> list[Finding]:
 
 
 def _skipping(run: RunRecord) -> list[Finding]:
-    """A note if the last steps' variance was larger than predicted, beyond chance: what a rate costs is not known."""
+    """A note if the last steps' variance exceeded the prediction beyond chance: what a rate costs is then unknown."""
     names = ("predicted_effect", "realised_effect", "realised_error")
     columns = [run.columns.get(f"prune/prompt_{name}", []) for name in names]
     known = [row for row in zip(*columns, strict=False) if None not in row]

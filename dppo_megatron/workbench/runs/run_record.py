@@ -38,7 +38,7 @@ from dppo_megatron.types import UserError
 _LARGEST = 1e308
 """Numbers from here on are shown as missing."""
 _HEARTBEAT_S = 60.0
-"""A lock that is older is a crashed trainer's, which touches it every five seconds."""
+"""A lock file older than this is a crashed trainer's: a live one touches it every five seconds."""
 _CHUNK_BYTES = 1 << 20
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

@@ -8,7 +8,7 @@ const seen = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 
-/** A card with a plot. `traces()` gives plotly's traces for the present state; `layout` overrides the default one. */
+/** A card with a plot. `traces()` gives plotly's traces for the current state; `layout` overrides the default one. */
 function chartCard({ title, note, traces, layout = {}, wide = false, height }) {
   const plot = make("div", { class: "plot", role: "img", "aria-label": `${title}. ${note || ""}` });
   if (height) plot.style.height = `${height}px`;

@@ -15,7 +15,7 @@ function reason(group, member) {
 
 function pieces(member, tokens) { return member.token_ids && Object.keys(tokens).length ? member.token_ids.map((id) => tokens[id] ?? "") : null; }
 
-/** 0 to 1 for each token, by the chosen colouring; null if the run has not recorded it. */
+/** 0 to 1 for each token, by the chosen colouring; null without one, or if the run has not recorded it. */
 function heat(member) {
   if (browser.paint === "surprisal") return member.logprobs && member.logprobs.map((value) => Math.min(1, -value / 4));
   if (browser.paint === "difference") return member.logprobs && member.actor_logprobs && member.logprobs.map((value, at) => Math.min(1, Math.abs(value - member.actor_logprobs[at]) / .5));
@@ -71,7 +71,7 @@ function samples() {
   return section("samples", "Samples", `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`, make("div", { class: "card" }, make("div", { class: "row" }, runs.length > 1 ? ui.run : null, "step", back, ui.step, on, ui.search, "tokens by", ui.paint), ui.note, make("div", { class: "browser" }, ui.list, ui.detail)));
 }
 
-/** The first group whose members differ in reward: the others have no advantages. */
+/** The first group whose members differ in reward, else the first one. */
 function telling() { return Math.max(0, groupsNow().findIndex((group) => new Set(group.members.map((one) => one.reward)).size > 1)); }
 
 /** Steps that have a match for what is searched. */
