@@ -202,7 +202,7 @@ def make_servers(
         if rollout.speculation.method == "eagle3":
             raise UserError(
                 "rollout.speculation.method = eagle3: servers begin without weights where the checkpoint is Megatron's"
-                " or rollout.quantization is on, and so would the draft model, which no sync brings; use ngram or suffix"
+                " or rollout.quantization is on; so would the draft model, which no sync brings; use ngram or suffix"
             )
         if not any(one.split("=")[0] == "--load-format" for one in rollout.servers.args):
             command += ["--load-format", "dummy"]  # engines cannot load it; the first weight sync sends the weights
