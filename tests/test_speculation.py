@@ -226,7 +226,7 @@ def test_paths_devices_and_routed_experts_are_checked(files: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.speculation\.method = ngram"):
         job_config(files, tmp_path, **ngram, actor__routing_replay="engine")
     goes_on = {"rollout__async_steps": 2, "rollout__sync__in_flight": "continue", "actor__routing_replay": "engine"}
-    with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.sync\.in_flight = continue: SGLang prefills"):
+    with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.sync\.in_flight = continue: SGLang"):
         job_config(files, tmp_path, **local | goes_on)
     job_config(files, tmp_path, **local | goes_on | {"rollout__engine": "vllm"})
     for engine, why in {"sglang": "SGLang takes the likeliest token", "vllm": "uniform, 0 or NaN"}.items():
