@@ -67,11 +67,11 @@ function drawAll() {
 /** The page: its sections with their links, dark or light; printed, it is light and has all plots. */
 function assemble(sections) {
   for (const [id, name, build] of sections) {
-    document.getElementById("nav").append(make("a", { href: `#${id}` }, name));
-    document.getElementById("main").append(build());
+    byId("nav").append(make("a", { href: `#${id}` }, name));
+    byId("main").append(build());
   }
   setTheme(state.theme);
-  document.getElementById("theme").addEventListener("click", flipTheme);
+  byId("theme").addEventListener("click", flipTheme);
   let before;
   addEventListener("beforeprint", () => {
     before = state.theme;

@@ -1,5 +1,6 @@
 // What the page holds, and small helpers. No framework: a report must still open in ten years.
-const report = JSON.parse(document.getElementById("report-data").textContent);
+const byId = (id) => document.getElementById(id);
+const report = JSON.parse(byId("report-data").textContent);
 const runs = report.runs;
 const numberedRuns = runs.map((run, number) => ({ run, number }));
 const PALETTE = {
@@ -92,6 +93,8 @@ const mean = (values) => (values.length ? sum(values) / values.length : null);
 /** The recorded values of a metric: those that are not null. */
 const recorded = (run, key) => (run.columns[key] || []).filter((value) => value !== null);
 const isRecorded = (key) => runs.some((run) => recorded(run, key).length);
+const placesOf = (values) => values.map((_, place) => place).filter((place) => values[place] !== null);
+const pick = (values, places) => places.map((place) => values[place]);
 const columnNames = (among) => [...new Set(among.flatMap((run) => Object.keys(run.columns)))];
 
 /** Horizontal places of a run's steps on the chosen axis. */

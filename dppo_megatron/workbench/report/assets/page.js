@@ -24,26 +24,18 @@ function markSection(entries) {
 const reading = new IntersectionObserver(markSection, { rootMargin: "-15% 0px -75% 0px" });
 for (const one of document.querySelectorAll("section")) reading.observe(one);
 
-document.getElementById("axis").addEventListener("change", (event) => {
+byId("axis").addEventListener("change", (event) => {
   state.axis = event.target.value;
   redraw();
 });
-document.getElementById("smooth").addEventListener("input", (event) => {
+byId("smooth").addEventListener("input", (event) => {
   state.smooth = Number(event.target.value);
   redraw();
 });
-const keys = document.getElementById("keys");
-document.getElementById("help").addEventListener("click", () => keys.showModal());
+const keys = byId("keys");
+byId("help").addEventListener("click", () => keys.showModal());
 
-function focusSection(id) {
-  location.hash = id;
-  document.getElementById(`${id}-title`).focus({ preventScroll: true });
-}
-
-function focusSearch() {
-  document.getElementById("samples").scrollIntoView();
-  document.getElementById("sample-search").focus({ preventScroll: true });
-}
+const focusOn = (id) => byId(id).focus({ preventScroll: true });
 
 const ACTIONS = {
   j: () => moveGroup(1),
@@ -52,7 +44,10 @@ const ACTIONS = {
   p: () => moveStep(-1),
   t: flipTheme,
   "?": () => keys.showModal(),
-  "/": focusSearch,
+  "/": () => {
+    byId("samples").scrollIntoView();
+    focusOn("sample-search");
+  },
 };
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || keys.open) return;
@@ -61,7 +56,10 @@ document.addEventListener("keydown", (event) => {
     return;
   }
   const [id] = SECTIONS[Number(event.key) - 1] || [];
-  if (id) focusSection(id);
+  if (id) {
+    location.hash = id;
+    focusOn(`${id}-title`);
+  }
   if (!ACTIONS[event.key]) return;
   event.preventDefault();
   ACTIONS[event.key]();

@@ -14,7 +14,7 @@ const REASONS = {
 /** What an element of the page holds; parsed when it is first asked for. */
 function parsed(id) {
   const { cache } = browser;
-  if (!cache.has(id)) cache.set(id, JSON.parse(document.getElementById(id)?.textContent || "null"));
+  if (!cache.has(id)) cache.set(id, JSON.parse(byId(id)?.textContent || "null"));
   return cache.get(id);
 }
 const recordedSamples = () => parsed(`samples-${browser.run}`) || NO_SAMPLES;

@@ -81,18 +81,11 @@ function learning() {
 
 function time() {
   const single = runs.length === 1;
+  const name = (run) => (single ? "Where the seconds go" : `Where the seconds go: ${run.name}`);
+  const look = { note: "Seconds of each step by phase, stacked.", wide: single, height: single ? 300 : 250 };
   const phases = runs
     .filter((run) => recorded(run, "time/step_s").length)
-    .map((run) =>
-      chartCard({
-        title: single ? "Where the seconds go" : `Where the seconds go: ${run.name}`,
-        note: "Seconds of each step by phase, stacked.",
-        traces: () => stackedPhases(run),
-        wide: single,
-        height: single ? 300 : 250,
-        layout: fromZero,
-      }),
-    );
+    .map((run) => chartCard({ title: name(run), traces: () => stackedPhases(run), layout: fromZero, ...look }));
   const lead = "Seconds of rank 0. With rollout.async_steps a phase overlaps the next step's generation.";
   return section("time", "Time and tokens", lead, grid(phases, plotCards(TIME)));
 }
@@ -110,57 +103,46 @@ function pruning() {
 /** The bias ledger: a row for each selection of each run, over the steps that have it. */
 function ledgerCard() {
   const items = numberedRuns.flatMap(({ run, number }) =>
-    run.ledger.map((selection) => {
-      const places = selection.label.map((_, place) => place).filter((place) => selection.label[place]);
-      return { run, number, selection, places };
+    run.ledger.map(({ name, label, kept, bias, notes }) => {
+      const places = placesOf(label);
+      const average = (values) => percent(mean(pick(values, places).filter((value) => value !== null)));
+      const steps = places.length ? `${run.steps[places[0]]}–${run.steps[places.at(-1)]}` : "–";
+      const labels = new Set(pick(label, places));
+      return { run, number, name, labels: [...labels], kept: average(kept), bias: average(bias), steps, notes };
     }),
   );
-  const labels = ({ selection, places }) => [...new Set(places.map((place) => selection.label[place]))];
-  const average = (values, places) =>
-    percent(mean(places.map((place) => values[place]).filter((value) => value !== null)));
-  const steps = ({ run, places }) => (places.length ? `${run.steps[places[0]]}–${run.steps[places.at(-1)]}` : "–");
   const columns = [
     runColumn,
-    { name: "selection", content: ({ selection }) => code(selection.name) },
-    { name: "label", content: (item) => labels(item).map((label) => [chip(label, LABEL_CHIPS[label]), " "]) },
-    { name: "kept, mean", kind: "num", content: ({ selection, places }) => average(selection.kept, places) },
-    { name: "bias, mean", kind: "num", content: ({ selection, places }) => average(selection.bias, places) },
-    { name: "steps", kind: "num", content: steps },
-    { name: "notes", kind: "wrap dim", content: ({ selection }) => selection.notes.join("; ") },
+    { name: "selection", content: ({ name }) => code(name) },
+    { name: "label", content: ({ labels }) => labels.map((label) => [chip(label, LABEL_CHIPS[label]), " "]) },
+    { name: "kept, mean", kind: "num", content: ({ kept }) => kept },
+    { name: "bias, mean", kind: "num", content: ({ bias }) => bias },
+    { name: "steps", kind: "num", content: ({ steps }) => steps },
+    { name: "notes", kind: "wrap dim", content: ({ notes }) => notes.join("; ") },
   ];
   const rows = table(columns, items, { className: "stacking" });
   return div("card wide scroll", make("h3", {}, "Bias ledger"), paragraph("note", LEDGER_NOTE), rows);
 }
 
 function warnings() {
-  const items = numberedRuns.flatMap(({ run, number }) => run.findings.map((finding) => ({ run, number, finding })));
+  const items = numberedRuns.flatMap((numbered) => numbered.run.findings.map((one) => ({ ...numbered, ...one })));
   const columns = [
-    { name: "level", content: ({ finding }) => chip(finding.level, LEVEL_CHIPS[finding.level]) },
+    { name: "level", content: ({ level }) => chip(level, LEVEL_CHIPS[level]) },
     runColumn,
-    { name: "what", kind: "wrap", content: ({ finding }) => finding.text },
-    { name: "steps", kind: "wrap", content: ({ finding }) => finding.steps },
+    { name: "what", kind: "wrap", content: ({ text }) => text },
+    { name: "steps", kind: "wrap", content: ({ steps }) => steps },
   ];
-  const none = () => paragraph("empty", "Nothing in the record deserves a warning.");
-  return section(
-    "warnings",
-    "Warnings",
-    null,
-    div("card scroll", items.length ? table(columns, items) : none()),
-    metricExplorer(),
-  );
+  const none = paragraph("empty", "Nothing in the record deserves a warning.");
+  const found = div("card scroll", items.length ? table(columns, items) : none);
+  return section("warnings", "Warnings", null, found, metricExplorer());
 }
 
 function metricExplorer() {
-  const options = columnNames(runs)
-    .sort()
-    .map((key) => option(key, key, key === "train/grad_norm"));
+  const keys = columnNames(runs).sort();
+  const options = keys.map((key) => option(key, key, key === "train/grad_norm"));
   const choice = select("Metric", redraw, options);
-  const card = chartCard({
-    title: "Any metric",
-    note: "Every number of metrics.jsonl.",
-    traces: () => lines({ [choice.value]: choice.value }),
-    wide: true,
-  });
+  const traces = () => lines({ [choice.value]: choice.value });
+  const card = chartCard({ title: "Any metric", note: "Every number of metrics.jsonl.", traces, wide: true });
   card.firstChild.append(choice);
   return card;
 }
@@ -184,13 +166,9 @@ function configuration() {
     ...runs.map(ofRun),
     { name: "default", kind: "wrap dim", content: (key) => code(report.defaults[key] ?? "–") },
   ];
-  const which = select(
-    "Which settings",
-    fill,
-    runs.length > 1 && option("differs", "that differ between the runs"),
-    option("changed", "that differ from the defaults"),
-    option("all"),
-  );
+  const choices = [option("changed", "that differ from the defaults"), option("all")];
+  if (runs.length > 1) choices.unshift(option("differs", "that differ between the runs"));
+  const which = select("Which settings", fill, choices);
   const search = searchBox("Filter settings", "filter settings", fill);
   const card = div("card scroll", div("row", "Settings ", which, search), table([], []));
   function fill() {

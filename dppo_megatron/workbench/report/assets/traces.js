@@ -12,12 +12,10 @@ function ofShownRuns(build) {
   const shown = shownRuns();
   const single = shown.length === 1;
   return shown.flatMap(({ run, number }) => {
-    const style = (index) => ({
-      color: colour(single ? index : number),
-      dash: single ? "solid" : DASHES[index % 4],
-      width: 1.8,
-    });
-    return build(run, style, (name) => (single ? name : `${run.name} · ${name}`));
+    const ofSingle = (index) => ({ color: colour(index), dash: "solid", width: 1.8 });
+    const ofSeveral = (index) => ({ color: colour(number), dash: DASHES[index % 4], width: 1.8 });
+    const label = (name) => (single ? name : `${run.name} · ${name}`);
+    return build(run, single ? ofSingle : ofSeveral, label);
   });
 }
 
@@ -47,10 +45,10 @@ function metricTraces(run, key, look) {
   if (state.smooth) {
     traces.push({ ...background, x, y: values, line: { color: look.line.color, width: 1 }, opacity: 0.22 });
   } else if (errors) {
-    const places = values.map((_, place) => place).filter((place) => values[place] !== null && errors[place] !== null);
+    const places = placesOf(values).filter((place) => errors[place] !== null);
     const edge = (sign) => ({
       ...background,
-      x: places.map((place) => x[place]),
+      x: pick(x, places),
       y: places.map((place) => values[place] + sign * errors[place]),
       line: { width: 0, color: look.line.color },
     });
@@ -63,15 +61,8 @@ function metricTraces(run, key, look) {
 
 /** Entries of a legend that names runs and metrics once each, and not every pair of them. */
 function pairsLegend(metrics) {
-  const entry = (name, color, dash) => ({
-    x: [null],
-    y: [null],
-    name,
-    mode: "lines",
-    line: { color, width: 1.8, dash },
-    hoverinfo: "skip",
-    showlegend: true,
-  });
+  const empty = { x: [null], y: [null], mode: "lines", hoverinfo: "skip", showlegend: true };
+  const entry = (name, color, dash) => ({ ...empty, name, line: { color, width: 1.8, dash } });
   const ofMetrics = Object.entries(metrics)
     .map(([key, name], index) => isRecorded(key) && entry(name, css("--dim"), DASHES[index % 4]))
     .filter(Boolean);
@@ -96,12 +87,11 @@ function scores(pattern) {
     evaluated(pattern, [run]).map(([set, key], index) => {
       const values = run.columns[key];
       const errors = run.columns[`${key}_se`] || [];
-      const places = values.map((_, place) => place).filter((place) => values[place] !== null);
-      const x = axisValues(run);
+      const places = placesOf(values);
       const line = style(index);
       const array = places.map((place) => 100 * (errors[place] || 0));
       return {
-        x: places.map((place) => x[place]),
+        x: pick(axisValues(run), places),
         y: places.map((place) => 100 * values[place]),
         name: label(pattern === PASS_AT_1 ? set : `${set} ${key.split("/").pop()}`),
         mode: "lines+markers",
