@@ -322,7 +322,7 @@ def page(driver: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     for record in records:  # another set, of 8 samples a problem
         names = ("avg@8", "pass@1", "pass@2", "pass@4", "pass@8", "maj@2", "maj@4", "maj@8")
         record.columns |= {f"eval/aime/{name}": [0.5] * 31 for name in names}
-    records[1].columns["reward/shortness"] = [0.25] * 31
+    records[1].columns |= {"reward/shortness": [0.25] * 31, "kept/product_ess": [0.5] * 31}
     records[1].settings |= {"reward.functions.shortness.function": '"m:f"', "data.eval_sets.aime.limit": "null"}
     write_page(path / "report.html", records)
     return _open(driver, path / "report.html")
@@ -390,6 +390,12 @@ def test_in_a_browser_named_rewards_are_drawn_beside_the_mean(page: Any) -> None
         "return charts.find(one => one.plot.ariaLabel.startsWith('Reward')).traces().map(trace => trace.name)"
     )
     assert "second · shortness" in drawn and "first · shortness" not in drawn and "first · mean" in drawn
+    dashes = page.execute_script(
+        "const found = charts.find(one => one.plot.ariaLabel.startsWith('Importance'));"
+        "return found.traces().map(trace => [trace.name, trace.line.dash])"
+    )
+    named = "times the pruning weights"
+    assert [f"second · {named}", "dot"] in dashes and [named, "dot"] in dashes  # its line, and its entry in the legend
     page.execute_script(
         "const which = document.querySelector('#settings select');"
         "which.value = 'changed'; which.dispatchEvent(new Event('change'))"

@@ -24,7 +24,7 @@ from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.runs.run_record import RunRecord, default_settings
 from dppo_megatron.workbench.runs.sample_rows import COLUMNS, LEGEND, read_rows, steps_of, titles
 
-_SCRIPTS = ("data.js", "charts.js", "sections.js", "samples.js", "page.js")
+_SCRIPTS = ("data.js", "charts.js", "traces.js", "metrics.js", "sections.js", "samples.js", "page.js")
 SAMPLE_BYTES = 12_000_000
 """Limit for the samples of all runs together, before they are packed to a third and less: a browser opens a page of
 this size without delay."""

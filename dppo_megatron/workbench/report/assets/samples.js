@@ -1,104 +1,278 @@
 // The sample browser: a step, a group of it side by side, and why each completion was kept or not.
 const browser = { run: 0, step: null, group: 0, paint: "surprisal", wanted: "", cache: new Map() };
-const element = (name) => JSON.parse(document.getElementById(name)?.textContent || "null");
-function index(run) { return cached(`samples-${run}`) || { steps: [], tokens: {}, groups_in_step: {}, note: "No samples." }; }
-function cached(name) { if (!browser.cache.has(name)) browser.cache.set(name, element(name)); return browser.cache.get(name); }
-const groupsOf = (run, step) => cached(`samples-${run}-${step}`) || [];
+const NO_SAMPLES = { steps: [], tokens: {}, groups_in_step: {}, note: "No samples." };
+const REASONS = {
+  rank: "Dropped by a fixed rule: its probability was 0.",
+  "zero advantage": "Zero advantage: it has no gradient.",
+  group: "Its whole group was dropped.",
+  overlong: "Truncated, and truncated completions are filtered.",
+  failed: "Its grading failed.",
+  missing: "It was not sampled to its end.",
+  "stopped early": "It was stopped at the limit drawn for it; the weights of others make up for it.",
+};
 
-/** Why a completion was kept or not, in words. */
-function reason(group, member) {
-  const p = percent(member.completion_prob), kept = member.kept;
-  return { certain: kept ? "Kept with certainty." : "Left out.", score: kept ? `Kept by the draw: its score gave it ${p}.` : `Dropped by the draw: its score gave it ${p}.`,
-    floor: kept ? `Kept by the draw at the floor of ${p}.` : `Dropped by the draw at the floor of ${p}.`, rank: "Dropped by a fixed rule: its probability was 0.", "zero advantage": "Zero advantage: it has no gradient.",
-    group: "Its whole group was dropped.", overlong: "Truncated, and truncated completions are filtered.", failed: "Its grading failed.", missing: "It was not sampled to its end.", "stopped early": "It was stopped at the limit drawn for it; the weights of others make up for it." }[member.why] || member.why;
+/** What an element of the page holds; parsed when it is first asked for. */
+function parsed(id) {
+  const { cache } = browser;
+  if (!cache.has(id)) cache.set(id, JSON.parse(byId(id)?.textContent || "null"));
+  return cache.get(id);
+}
+const recordedSamples = () => parsed(`samples-${browser.run}`) || NO_SAMPLES;
+const groupsOf = (step) => parsed(`samples-${browser.run}-${step}`) || [];
+
+/** Groups of the step, and steps, that have a match for what is searched. */
+const foundGroups = (step = browser.step) => groupsOf(step).filter(isFound);
+const foundSteps = () => recordedSamples().steps.filter((step) => foundGroups(step).length);
+
+function isFound(group) {
+  if (!browser.wanted) return true;
+  const ofMembers = group.members.flatMap((member) => [member.text, member.extracted || "", member.why]);
+  const texts = [group.prompt, group.title, group.reference, group.prompt_index, ...ofMembers];
+  return texts.join("\n").toLowerCase().includes(browser.wanted.toLowerCase());
 }
 
-function pieces(member, tokens) { return member.token_ids && Object.keys(tokens).length ? member.token_ids.map((id) => tokens[id] ?? "") : null; }
+/** The text with what is searched marked in it. */
+function marked(text) {
+  const wanted = browser.wanted.toLowerCase();
+  if (!wanted) return [text];
+  const lower = text.toLowerCase();
+  const parts = [];
+  let from = 0;
+  let at = lower.indexOf(wanted);
+  while (at >= 0 && parts.length < 400) {
+    const end = at + wanted.length;
+    parts.push(text.slice(from, at), make("mark", {}, text.slice(at, end)));
+    from = end;
+    at = lower.indexOf(wanted, from);
+  }
+  return [...parts, text.slice(from)];
+}
+
+/** Why a completion was kept or not, in words. */
+function reason({ why, kept, completion_prob: probability }) {
+  const draw = kept ? "Kept by the draw" : "Dropped by the draw";
+  if (why === "certain") return kept ? "Kept with certainty." : "Left out.";
+  if (why === "score") return `${draw}: its score gave it ${percent(probability)}.`;
+  if (why === "floor") return `${draw} at the floor of ${percent(probability)}.`;
+  return REASONS[why] || why;
+}
 
 /** 0 to 1 for each token, by the chosen colouring; null without one, or if the run has not recorded it. */
-function heat(member) {
-  if (browser.paint === "surprisal") return member.logprobs && member.logprobs.map((value) => Math.min(1, -value / 4));
-  if (browser.paint === "difference") return member.logprobs && member.actor_logprobs && member.logprobs.map((value, at) => Math.min(1, Math.abs(value - member.actor_logprobs[at]) / .5));
+function intensities({ logprobs, actor_logprobs: actor }) {
+  if (browser.paint === "surprisal" && logprobs) return logprobs.map((value) => Math.min(1, -value / 4));
+  if (browser.paint === "difference" && logprobs && actor) {
+    return logprobs.map((value, position) => Math.min(1, Math.abs(value - actor[position]) / 0.5));
+  }
   return null;
 }
 
-function textOf(member, tokens) {
-  const parts = pieces(member, tokens), values = parts && heat(member), box = make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Completion" });
-  if (browser.wanted) { box.append(...marked(member.text)); return box; }
-  if (!parts || !values) { box.append(member.text || "(empty)"); return box; }
-  const ink = state.theme === "dark" ? "255,143,134" : "214,69,51";
-  box.append(...parts.map((text, at) => {
-    const actor = member.actor_logprobs ? `; actor ${number(member.actor_logprobs[at])}` : "";
-    return make("span", { style: values[at] > .02 ? `background: rgba(${ink},${(.75 * values[at]).toFixed(2)})` : null, title: `p = ${number(Math.exp(member.logprobs[at]))}; log p = ${number(member.logprobs[at])}${actor}` }, text);
-  }));
+/** A completion: what is searched marked in it, or its tokens coloured. */
+function completionText(member) {
+  const box = make("div", { class: "text", tabindex: "0", role: "group", "aria-label": "Completion" });
+  const { tokens } = recordedSamples();
+  const values = member.token_ids && Object.keys(tokens).length && intensities(member);
+  if (browser.wanted || !values) {
+    box.append(...(browser.wanted ? marked(member.text) : [member.text || "(empty)"]));
+    return box;
+  }
+  const token = (id, position) => {
+    const logprob = member.logprobs[position];
+    const actor = member.actor_logprobs ? `; actor ${format(member.actor_logprobs[position])}` : "";
+    const alpha = (0.75 * values[position]).toFixed(2);
+    const style = values[position] > 0.02 && `background: rgb(var(--heat) / ${alpha})`;
+    const title = `p = ${format(Math.exp(logprob))}; log p = ${format(logprob)}${actor}`;
+    return make("span", { style, title }, tokens[id] ?? "");
+  };
+  box.append(...member.token_ids.map(token));
   return box;
-}
-function marked(text) {
-  const found = [], small = text.toLowerCase(), wanted = browser.wanted.toLowerCase();
-  let from = 0, at;
-  while ((at = small.indexOf(wanted, from)) >= 0 && found.length < 400) { found.push(text.slice(from, at), make("mark", {}, text.slice(at, at + wanted.length))); from = at + wanted.length; }
-  return [...found, text.slice(from)];
 }
 
 /** right, wrong or failed; empty for older runs, which did not record it. */
-const verdict = (member) => member.reward === null ? "failed" : member.correct === null ? "" : member.correct ? "right" : "wrong";
-
-function memberCard(group, member, tokens) {
-  const pairs = [["advantage", number(member.advantage)], ["probability", percent(member.completion_prob)], ["weight", number(member.weight)], ["tokens", number(member.tokens)], ["ended by", member.finish_reason], ["weights", member.weights_version_first === null ? "–" : member.weights_version_first === member.weights_version_last ? `sync ${member.weights_version_first}` : `syncs ${member.weights_version_first}–${member.weights_version_last}`], ...(member.parts || []).map(([name, value]) => [`reward/${name}`, number(value)])];
-  const judged = verdict(member), kind = { right: "good", failed: "bad" }[judged];
-  return make("article", { class: `member ${member.kept ? "kept" : "dropped"}`, "aria-label": `Completion ${member.completion}` },
-    make("div", { class: "row" }, make("b", {}, `#${member.completion}`), judged ? make("span", { class: `chip ${kind || ""}` }, judged === "failed" ? (["missing", "stopped early"].includes(member.why) ? member.why : "not graded") : judged) : null, member.reward === null ? null : make("span", { class: "chip" }, `reward ${number(member.reward)}`), make("span", { class: "chip" }, member.kept ? "trained on" : "pruned"), member.extracted !== null ? make("span", { class: "dim" }, "answer ", make("code", {}, member.extracted)) : null),
-    make("p", { class: "why" }, reason(group, member), member.reward_why && member.why !== "stopped early" ? make("span", { class: "dim" }, ` Graded: ${member.reward_why}.`) : null), textOf(member, tokens), make("dl", {}, ...pairs.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, String(value))])));
+function judgement({ reward, correct }) {
+  if (reward === null) return "failed";
+  if (correct === null) return "";
+  return correct ? "right" : "wrong";
 }
 
-function strip(group) {
-  return make("span", { class: "strip", "aria-hidden": "true" }, ...group.members.map((one) => make("i", { class: `${verdict(one)}${one.kept ? "" : " out"}` })));
+function judgementChip(member) {
+  const judged = judgement(member);
+  if (judged !== "failed") return judged && chip(judged, judged === "right" ? "good" : "");
+  return chip(["missing", "stopped early"].includes(member.why) ? member.why : "not graded", "bad");
 }
-const matches = (group) => !browser.wanted || [group.prompt, group.title, group.reference, String(group.prompt_index), ...group.members.flatMap((one) => [one.text, one.extracted || "", one.why])].join("\n").toLowerCase().includes(browser.wanted.toLowerCase());
-const meanReward = (group) => { const values = group.members.map((one) => one.reward).filter((value) => value !== null); return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; };
+
+/** Versions of the weights that sampled a completion, by the syncs before it. */
+function weightsVersions({ weights_version_first: first, weights_version_last: last }) {
+  if (first === null) return "–";
+  return first === last ? `sync ${first}` : `syncs ${first}–${last}`;
+}
+
+function memberCard(member) {
+  const figures = {
+    advantage: format(member.advantage),
+    probability: percent(member.completion_prob),
+    weight: format(member.weight),
+    tokens: format(member.tokens),
+    "ended by": member.finish_reason,
+    weights: weightsVersions(member),
+  };
+  for (const [name, value] of member.parts || []) figures[`reward/${name}`] = format(value);
+  const head = div(
+    "row",
+    make("b", {}, `#${member.completion}`),
+    judgementChip(member),
+    member.reward !== null && chip(`reward ${format(member.reward)}`),
+    chip(member.kept ? "trained on" : "pruned"),
+    member.extracted !== null && span("dim", "answer ", code(member.extracted)),
+  );
+  const isGraded = member.reward_why && member.why !== "stopped early";
+  const grading = isGraded && span("dim", ` Graded: ${member.reward_why}.`);
+  const why = paragraph("why", reason(member), grading);
+  const list = Object.entries(figures).map(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
+  const kind = member.kept ? "member kept" : "member dropped";
+  const attributes = { class: kind, "aria-label": `Completion ${member.completion}` };
+  return make("article", attributes, head, why, completionText(member), make("dl", {}, list));
+}
 
 function samples() {
-  const ui = { run: make("select", { "aria-label": "Run" }, ...runs.map((run, place) => make("option", { value: place }, run.name))), step: make("select", { id: "sample-step", "aria-label": "Step" }), search: make("input", { type: "search", id: "sample-search", class: "grow", placeholder: "search prompts, completions, answers in all steps  ( / )", "aria-label": "Search the samples" }),
-    paint: make("select", { "aria-label": "Colour of the tokens" }, make("option", { value: "surprisal" }, "surprisal"), make("option", { value: "difference" }, "engine − actor"), make("option", { value: "none" }, "no colour")), list: make("ul", { class: "groups", "aria-label": "Groups" }), detail: make("div", { class: "detail", "aria-live": "polite" }), note: make("p", { class: "note" }) };
+  const names = runs.map((run, number) => option(number, run.name));
+  const paints = [option("surprisal"), option("difference", "engine − actor"), option("none", "no colour")];
+  const ui = {
+    run: select("Run", chooseRun, names),
+    step: select("Step", chooseStep),
+    search: searchBox("Search the samples", "search prompts, completions, answers in all steps  ( / )", searchSoon),
+    paint: select("Colour of the tokens", choosePaint, paints),
+    note: paragraph("note"),
+    list: make("ul", { class: "groups", "aria-label": "Groups" }),
+    detail: make("div", { class: "detail", "aria-live": "polite" }),
+  };
+  ui.step.id = "sample-step";
+  ui.search.id = "sample-search";
   browser.ui = ui;
-  ui.run.addEventListener("change", () => { browser.run = Number(ui.run.value); browser.step = null; fillSteps(); });
-  ui.step.addEventListener("change", () => { browser.step = Number(ui.step.value); browser.group = telling(); fillGroups(); });
-  ui.paint.addEventListener("change", () => { browser.paint = ui.paint.value; fillDetail(); });
-  let timer;
-  ui.search.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { browser.wanted = ui.search.value.trim(); fillSteps(); }, 150); });
-  const back = make("button", { type: "button", title: "Previous step (p)", "aria-label": "Previous step", onclick: () => moveStep(-1) }, "‹"), on = make("button", { type: "button", title: "Next step (n)", "aria-label": "Next step", onclick: () => moveStep(1) }, "›");
   fillSteps();
-  return section("samples", "Samples", `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`, make("div", { class: "card" }, make("div", { class: "row" }, runs.length > 1 ? ui.run : null, "step", back, ui.step, on, ui.search, "tokens by", ui.paint), ui.note, make("div", { class: "browser" }, ui.list, ui.detail)));
+  const previous = button("‹", () => moveStep(-1), { title: "Previous step (p)", "aria-label": "Previous step" });
+  const next = button("›", () => moveStep(1), { title: "Next step (n)", "aria-label": "Next step" });
+  const choices = [runs.length > 1 && ui.run, "step", previous, ui.step, next, ui.search, "tokens by", ui.paint];
+  const lead = `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`;
+  const card = div("card", div("row", choices), ui.note, div("browser", ui.list, ui.detail));
+  return section("samples", "Samples", lead, card);
+}
+
+function chooseRun(event) {
+  browser.run = Number(event.target.value);
+  browser.step = null;
+  fillSteps();
+}
+
+function chooseStep(event) {
+  const step = Number(event.target.value);
+  openStep(step, tellingGroup(step));
+}
+
+function choosePaint(event) {
+  browser.paint = event.target.value;
+  fillDetail();
+}
+
+function searchSoon(event) {
+  clearTimeout(browser.timer);
+  browser.timer = setTimeout(() => {
+    browser.wanted = event.target.value.trim();
+    fillSteps();
+  }, 150);
 }
 
 /** The first group whose members differ in reward, else the first one. */
-function telling() { return Math.max(0, groupsNow().findIndex((group) => new Set(group.members.map((one) => one.reward)).size > 1)); }
-
-/** Steps that have a match for what is searched. */
-const stepsNow = () => index(browser.run).steps.filter((step) => !browser.wanted || groupsOf(browser.run, step).some(matches));
-function fillSteps() {
-  const steps = stepsNow(), ui = browser.ui;
-  if (!steps.includes(browser.step)) { browser.step = steps.length ? steps[steps.length - 1] : null; browser.group = telling(); }
-  ui.step.replaceChildren(...steps.map((step) => make("option", { value: step, selected: step === browser.step }, String(step))));
-  fillGroups();
+function tellingGroup(step) {
+  return foundGroups(step).findIndex(({ members }) => new Set(members.map((member) => member.reward)).size > 1);
 }
-function groupsNow() { return browser.step === null ? [] : groupsOf(browser.run, browser.step).filter(matches); }
-function fillGroups() {
-  const ui = browser.ui, groups = groupsNow(), at = index(browser.run);
-  browser.group = Math.max(0, Math.min(browser.group, groups.length - 1));
-  const all = at.groups_in_step[browser.step];
-  ui.note.textContent = at.note || (groups.length ? `${groups.length} of ${all} recorded groups of step ${browser.step}; ${at.steps.length} of ${at.recorded_steps} recorded steps. The rest is in samples/ of the run.` : "Nothing found.");
-  ui.list.replaceChildren(...groups.map((group, place) => make("li", {}, make("button", { type: "button", "aria-current": place === browser.group ? "true" : null, onclick: () => { browser.group = place; mark(); fillDetail(); } }, make("span", { class: "what" }, group.title), make("span", { class: "sub" }, strip(group), ` reward ${number(meanReward(group))} · ${group.members.filter((one) => one.kept).length} of ${group.members.length} kept`)))));
+
+function fillSteps() {
+  const steps = foundSteps();
+  const stays = steps.includes(browser.step);
+  if (!stays) browser.step = steps.at(-1) ?? null;
+  const { step } = browser.ui;
+  step.replaceChildren(...steps.map((one) => option(one, one, one === browser.step)));
+  fillGroups(stays ? browser.group : tellingGroup(browser.step));
+}
+
+/** The groups of the step, of which the one at `place` is opened, or the nearest that there is. */
+function fillGroups(place) {
+  const { list, note } = browser.ui;
+  const groups = foundGroups();
+  list.replaceChildren(...groups.map((group, position) => make("li", {}, groupButton(group, position))));
+  note.textContent = recordedSamples().note || foundNote(groups.length);
+  openGroup(Math.max(0, Math.min(place, groups.length - 1)));
+}
+
+function foundNote(count) {
+  const { steps, recorded_steps, groups_in_step } = recordedSamples();
+  if (!count) return "Nothing found.";
+  const groups = `${count} of ${groups_in_step[browser.step]} recorded groups of step ${browser.step}`;
+  return `${groups}; ${steps.length} of ${recorded_steps} recorded steps. The rest is in samples/ of the run.`;
+}
+
+function groupButton({ title, members }, place) {
+  const squares = members.map((member) => make("i", { class: `${judgement(member)}${member.kept ? "" : " out"}` }));
+  const reward = mean(members.map((member) => member.reward).filter((value) => value !== null));
+  const kept = members.filter((member) => member.kept).length;
+  const strip = make("span", { class: "strip", "aria-hidden": "true" }, squares);
+  const summary = span("sub", strip, ` reward ${format(reward)} · ${kept} of ${members.length} kept`);
+  return button([span("what", title), summary], () => openGroup(place));
+}
+
+function openGroup(place) {
+  browser.group = place;
+  browser.ui.list.querySelectorAll("button").forEach((button, position) => {
+    if (position === place) button.setAttribute("aria-current", "true");
+    else button.removeAttribute("aria-current");
+  });
   fillDetail();
 }
-function mark() { [...browser.ui.list.querySelectorAll("button")].forEach((button, place) => place === browser.group ? button.setAttribute("aria-current", "true") : button.removeAttribute("aria-current")); }
-function fillDetail() {
-  const group = groupsNow()[browser.group], at = index(browser.run);
-  if (!group) return browser.ui.detail.replaceChildren();
-  const others = at.steps.filter((step) => step !== browser.step && groupsOf(browser.run, step).some((one) => one.prompt_index === group.prompt_index));
-  const go = (step) => { browser.step = step; browser.ui.step.value = String(step); browser.group = Math.max(0, groupsNow().findIndex((one) => one.prompt_index === group.prompt_index)); const keep = browser.group; fillGroups(); browser.group = keep; mark(); };
-  browser.ui.detail.replaceChildren(make("div", { class: "row" }, make("h3", {}, `Prompt ${group.prompt_index}`), group.source ? make("span", { class: "chip" }, group.source) : null, make("span", { class: "dim" }, "selected with probability ", make("b", {}, percent(group.prompt_prob)), ", weight ", make("b", {}, number(group.prompt_weight)), " · reference ", make("code", {}, group.reference)), others.length ? make("span", { class: "dim" }, "also in step ", ...others.slice(0, 12).flatMap((step) => [make("button", { type: "button", onclick: () => go(step) }, String(step)), " "])) : null),
-    make("div", { class: "prompt mono", tabindex: "0", role: "group", "aria-label": "Prompt" }, ...(browser.wanted ? marked(group.prompt) : [group.prompt])), make("div", { class: "members" }, ...group.members.map((member) => memberCard(group, member, at.tokens))));
+
+function openStep(step, place) {
+  browser.step = step;
+  browser.ui.step.value = step;
+  fillGroups(place);
 }
-function moveGroup(by) { const count = groupsNow().length; if (!count) return; browser.group = Math.max(0, Math.min(count - 1, browser.group + by)); mark(); fillDetail(); browser.ui.list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" }); }
-function moveStep(by) { const steps = stepsNow(), at = steps.indexOf(browser.step) + by; if (at >= 0 && at < steps.length) { browser.step = steps[at]; browser.ui.step.value = String(steps[at]); fillGroups(); } }
+
+function fillDetail() {
+  const { detail } = browser.ui;
+  const group = foundGroups()[browser.group];
+  if (!group) {
+    detail.replaceChildren();
+    return;
+  }
+  const title = make("h3", {}, `Prompt ${group.prompt_index}`);
+  const head = div("row", title, group.source && chip(group.source), selection(group), otherSteps(group));
+  const attributes = { class: "prompt mono", tabindex: "0", role: "group", "aria-label": "Prompt" };
+  const prompt = make("div", attributes, marked(group.prompt));
+  detail.replaceChildren(head, prompt, div("members", group.members.map(memberCard)));
+}
+
+function selection({ prompt_prob, prompt_weight, reference }) {
+  const probability = make("b", {}, percent(prompt_prob));
+  const weight = make("b", {}, format(prompt_weight));
+  return span("dim", "selected with probability ", probability, ", weight ", weight, " · reference ", code(reference));
+}
+
+/** Buttons to the other steps that have the prompt. */
+function otherSteps({ prompt_index }) {
+  const isSame = (group) => group.prompt_index === prompt_index;
+  const steps = recordedSamples().steps.filter((step) => step !== browser.step && groupsOf(step).some(isSame));
+  const open = (step) => openStep(step, foundGroups(step).findIndex(isSame));
+  const buttons = steps.slice(0, 12).map((step) => [button(step, () => open(step)), " "]);
+  return buttons.length > 0 && span("dim", "also in step ", buttons);
+}
+
+function moveGroup(by) {
+  const last = foundGroups().length - 1;
+  if (last < 0) return;
+  openGroup(Math.max(0, Math.min(last, browser.group + by)));
+  browser.ui.list.querySelector("[aria-current]").scrollIntoView({ block: "nearest" });
+}
+
+function moveStep(by) {
+  const steps = foundSteps();
+  const step = steps[steps.indexOf(browser.step) + by];
+  if (step !== undefined) openStep(step, browser.group);
+}
