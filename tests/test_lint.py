@@ -25,3 +25,12 @@ def test_clean(arguments: list[str]) -> None:
         [sys.executable, "-m", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_pages_are_not_dense() -> None:
+    """JavaScript, style sheets and HTML keep to the 120 characters a line that ruff asks of Python."""
+    assets = [
+        path for path in (REPOSITORY / "dppo_megatron").rglob("assets/*") if path.suffix in (".js", ".css", ".html")
+    ]
+    lines = [(path.name, line) for path in assets for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) > 1000 and not [one for one in lines if len(one[1]) > 120]

@@ -181,7 +181,7 @@ function searchSoon(event) {
   }, 150);
 }
 
-/** The first group whose members differ in reward, else the first one. */
+/** Index of the first group whose members differ in reward; -1: in none (the first one is shown). */
 function tellingGroup(step) {
   return foundGroups(step).findIndex(({ members }) => new Set(members.map((member) => member.reward)).size > 1);
 }
