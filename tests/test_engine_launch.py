@@ -110,7 +110,7 @@ def _train_and_kill_the_server(config: Config, killed: str) -> str:
         engine: Any = run.loop._engine
         if engine._zero.is_here:
             _asks_for_its_key(_only_server(engine), config.rollout.engine)
-        name, last_call = {"generating": ("start", 3), "asleep": ("rest", 2)}[killed]
+        name, last_call = {"generating": ("start", 3), "asleep": ("sleep", 2)}[killed]
         call, calls = getattr(engine, name), itertools.count(1)
 
         def call_and_kill(*arguments: Any) -> None:
