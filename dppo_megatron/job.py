@@ -182,8 +182,13 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     examples: list[TrainSample] = []
     if trains and config.sft.steps:
         usable = usable_capacity(packing_layout(config.actor, world_size), config.packing.max_tokens_per_microbatch)
-        longest_example, is_over = min(usable, architecture.max_positions), _resumes(config)
-        examples, notes = load_examples(config, tokenizer, eval_sets, max_tokens=longest_example, is_over=is_over)
+        longest, fits_in = min(
+            (usable, " in a micro-batch (packing.max_tokens_per_microbatch)"),
+            (architecture.max_positions, " in the model's positions"),
+        )
+        examples, notes = load_examples(
+            config, tokenizer, eval_sets, max_tokens=longest, fits_in=fits_in, is_over=_resumes(config)
+        )
         lines += notes
     _check_rows([*eval_sets.values(), *train_sets.values()], examples, rowless(tokenizer, architecture))
     if train_sets:
@@ -444,9 +449,8 @@ def _close_idle(graders: Graders, config: Config, train_sets: Mapping[str, Probl
 
 def _reward_bounds(config: Config) -> RewardBounds:
     prompt = config.pruning.prompt
-    if prompt_policy_class(prompt.method).needs_unit_rewards(prompt):
-        return RewardBounds(0.0, 1.0, "pruning.prompt.score = beta counts successes; score=rms takes any reward")
-    if why := selection_settings(config).baseline_of_passes:
+    policy = prompt_policy_class(prompt.method)
+    if why := policy.in_unit(prompt) or selection_settings(config).baseline_of_passes:
         return RewardBounds(0.0, 1.0, why)
     return RewardBounds(-LARGEST_REWARD, LARGEST_REWARD, "rewards are squared")
 

@@ -20,7 +20,7 @@ from dppo_megatron.evaluation.eval_scores import doublings
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
-from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point, with_zeros
 from dppo_megatron.workbench.compare.runs import StoppedByGuard
 from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid
 
@@ -85,6 +85,13 @@ def test_every_candidate_is_a_job_of_equally_many_prompts(job: list[str]) -> Non
         optimizer = loaded.actor.optimizer
         given = arm.name.partition("@")[2].split(",")
         assert [prompts, optimizer.learning_rate, optimizer.lr_schedule] == [int(given[0]), float(given[1]), given[2]]
+
+
+def test_the_baseline_of_a_sweep_without_zeros_is_that_of_one_with_them(job: list[str]) -> None:
+    without, grpo = (candidates(method, GRID, _config(), 1.5) for method in ("grpo_nonzero", "grpo"))
+    for own, expected in zip(map(with_zeros, without), grpo, strict=True):
+        assert (own.name, own.method, own.steps) == (expected.name, expected.method, expected.steps)
+        assert load_config(CONFIG, [*job, *own.settings]) == load_config(CONFIG, [*job, *expected.settings])
 
 
 def test_groups_of_another_size_have_as_many_completions_in_all(job: list[str]) -> None:
@@ -297,17 +304,19 @@ def test_methods_have_no_prompts_of_their_own_in_a_sweep(swept: Callable[..., tu
     assert swept("--sweep", "--methods", "grop") == (2, [])
 
 
+@pytest.mark.parametrize("baseline", ["grpo", "grpo_nonzero"])
 def test_what_a_sweep_found_is_compared_on_other_seeds(
-    swept: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    swept: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: str
 ) -> None:
-    """The best of each method, and nothing else, with its own settings."""
-    assert swept(*SMALL, "--seeds", "2")[0] == 0
+    """The best of each method, and nothing else, with its own settings; `grpo` with those of `grpo_nonzero`, which
+    learns the same for less, if only that was swept."""
+    assert swept("--methods", f"{baseline},dppo", *SMALL[2:], "--seeds", "2")[0] == 0
     best = str(tmp_path / "best.json")
     (tmp_path / "out").joinpath("sweep.json").rename(best)
     code, started = swept("--tuned", best, "--seeds", "2", "seed=50")
     assert code == 0
     assert {one for one in started if not one.endswith("start")} == {
-        f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in ("grpo", "dppo")
+        f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in {"grpo", baseline, "dppo"}
     }
     capsys.readouterr()
     for options in (["--sweep"], ["--methods", "dppo"], ["--steps-factor", "2"], ["--tuned", CONFIG]):

@@ -52,6 +52,23 @@ def _step(selector: Selector, step: int) -> TrainSelection:
     return selector.finish(Rollouts(REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows]), step)
 
 
+def test_under_the_beta_score_rewards_are_refused_before_the_update_but_for_rounding() -> None:
+    """Graders of weight .2, .4, .3 and .1 that are all right sum to 1 + 2e-16, which the start check takes for 1."""
+    config = _config()
+    config.pruning.prompt.score = "beta"
+    for best, fits in ((0.2 + 0.4 + 0.3 + 0.1, True), (1.5, False)):
+        selector = Selector(selection_settings(config), 64)
+        rows = selector.begin(1).prompt_index
+        rollouts = Rollouts(best * REWARDS[rows], LENGTHS[rows], LOGIT_GRAD_NORM[rows])
+        if fits:
+            assert best > 1
+            selector.finish(rollouts, 1)
+            selector.feedback(StepCost(1, 1.0, 1.0, 1.0))
+            continue
+        with pytest.raises(UserError, match=r"reward of prompt .* is 1\.5: must be within 0 and 1 .*score=rms"):
+            selector.finish(rollouts, 1)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_seconds_are_divided_by_what_their_own_step_had_kept(ahead: int) -> None:
     """The self-tuned rule's cost ratio, from each step's own seconds and kept share, while the next has begun."""

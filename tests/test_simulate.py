@@ -231,8 +231,16 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
     # nine steps with two evaluations show no noise
     assert [row["one_pair"] for row in json.loads(out.read_text())["methods"]] == [None, None]
     assert [row["method"] for row in json.loads(out.read_text())["methods"]] == ["grpo", "dppo"]
+    header, *rows = Path(trace).read_text().splitlines()
+    greedy = json.loads(header)
+    greedy["config"]["pruning"]["completion"]["rate"] = 0.95
+    high = tmp_path / "trace.jsonl"
+    high.write_text("\n".join([json.dumps(greedy), *rows]) + "\n")
+    assert main(["simulate", str(high)]) == 0
+    assert "cppo: not with these settings: " in capsys.readouterr().out
     for arguments, expected in (
         ([str(tmp_path / "none.jsonl")], "no such file"),
+        ([str(high), "--methods", "grpo,cppo"], "method=cppo would keep none of"),
         ([str(still / "metrics.jsonl")], "does not begin with a line of format"),
         ([trace, "--methods", "grpo,dpo"], "no method 'dpo'"),
         ([trace, "--update-cost", "-1"], "must not be negative"),

@@ -135,7 +135,8 @@ class StepPruner(Stateful):
         """
         lengths = lengths.astype(np.int64)  # trainers keep them in arrays of floats
         index, may_skip = nominal[chosen.kept], bool((chosen.inclusion_prob < 1).any())
-        check_outcomes(index, rewards, np.maximum(lengths, 1), logit_grad_norm)
+        in_unit = self._prompts.in_unit(self.pruning.prompt)
+        check_outcomes(index, rewards, np.maximum(lengths, 1), logit_grad_norm, in_unit=in_unit)
         by_length = np.maximum(lengths, 1.0) if self.divides_by_length else np.ones(lengths.shape)
         batch = CompletionBatch.of_groups(
             index,

@@ -23,12 +23,14 @@ def load_examples(
     evaluated: Mapping[str, ProblemSet],
     *,
     max_tokens: int,
+    fits_in: str = "",
     is_over: bool = False,
 ) -> tuple[list[TrainSample], list[str]]:
     """SFT's worked solutions as samples with weight and denominator 1, and lines for the log. Each sample ends with the
     end-of-sequence token.
 
     Args:
+        max_tokens: of a whole example; `fits_in` says what has this room, for messages.
         evaluated: evaluation sets, whose problems are handled according to `data.contamination`.
         is_over: SFT is done: no samples, but lines about examples that are problems of (perhaps new) evaluation sets.
 
@@ -57,7 +59,8 @@ def load_examples(
             for origin, text in zip(origins * 2, prompt_texts + solutions, strict=True):
                 if is_beyond(text, max_tokens):
                     raise UserError(
-                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens fit"
+                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens"
+                        f" fit{fits_in} (see docs/sft.md)"
                     )
             prompts = tokenize(prompt_texts, tokenizer, shared, start)
             completions = tokenize(solutions, tokenizer, shared)
@@ -65,7 +68,10 @@ def load_examples(
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)
                 if count > max_tokens:
-                    raise UserError(f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit")
+                    raise UserError(
+                        f"{origin}: the example has {count} tokens, more than the {max_tokens} that fit{fits_in}"
+                        " (see docs/sft.md)"
+                    )
     left_out = f"; {looked_for.dropped} more are of problems of evaluation sets" if looked_for.dropped else ""
     if not is_over and len(samples) < max(config.sft.examples_per_step, 1):
         raise UserError(

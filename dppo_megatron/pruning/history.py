@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dppo_megatron.pruning.interface import restored
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import REWARD_ROUNDING, FloatArray, IntArray, UserError
 
 _NEVER = -1
 
@@ -162,7 +162,7 @@ def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, *, binar
         raise ValueError(f"rewards {rewards.shape} and lengths {lengths.shape} must both be [{len(ids)}, G]")
     outside = np.isinf(rewards)
     if binary_score:
-        outside |= (rewards < 0) | (rewards > 1)
+        outside |= (rewards < -REWARD_ROUNDING) | (rewards > 1 + REWARD_ROUNDING)
     if outside.any():
         row, column = (int(i) for i in np.argwhere(outside)[0])
         wanted = "in [0, 1], or NaN for a failed grading, with pruning.prompt.score=beta; score=rms takes any reward"

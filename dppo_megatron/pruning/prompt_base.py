@@ -86,9 +86,9 @@ class PromptPolicy(Policy):
         return not self.resamples
 
     @classmethod
-    def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
-        """Whether rewards must be in [0, 1]."""
-        return False
+    def in_unit(cls, config: PromptPruningConfig) -> str:
+        """Why rewards must be in [0, 1]; empty: they need not be."""
+        return ""
 
     def select(self, prompt_index: IntArray, *, step: int, minibatch: int = 0) -> Selection:
         """Select from the nominal prompts [n] of one optimizer mini-batch: a function of the arguments and the history.
@@ -128,7 +128,7 @@ class PromptPolicy(Policy):
         stands_for [K, G]: weight of each completion that makes up for those stopped early; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))
-        rewards = check_visits(ids, rewards, lengths, binary_score=self.needs_unit_rewards(self.config))
+        rewards = check_visits(ids, rewards, lengths, binary_score=bool(self.in_unit(self.config)))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
         inclusion, planned = (

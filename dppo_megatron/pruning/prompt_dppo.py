@@ -85,9 +85,10 @@ class DppoPromptPolicy(PromptPolicy):
         check_sizes(key, config)
 
     @classmethod
-    def needs_unit_rewards(cls, config: PromptPruningConfig) -> bool:
-        """The posterior counts rewards as successes."""
-        return config.score == "beta"
+    def in_unit(cls, config: PromptPruningConfig) -> str:
+        """With one of the scores."""
+        counts = config.score == "beta"
+        return "pruning.prompt.score = beta counts successes; score=rms takes any reward" if counts else ""
 
     def feedback(self, cost: StepCost) -> list[str]:
         """Skipping a prompt saves its update and its part of the rollout; the rest of a step is its fixed cost."""

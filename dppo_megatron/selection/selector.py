@@ -132,7 +132,7 @@ class Selector:
         self._replayed: deque[Place] = deque()
         """Places at which the next steps begin: those steps were open in the state that was loaded."""
         self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
-        self._in_unit = settings.baseline_of_passes
+        self._in_unit = self._prompt_policy.in_unit(settings.pruning.prompt) or settings.baseline_of_passes
         self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
         self._delay = settings.async_steps
         """Number of earlier steps that may be open when a step begins, so that it must not depend on them."""

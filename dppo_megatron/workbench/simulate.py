@@ -8,9 +8,10 @@ cannot know how another method would have changed the model: figures are for the
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -219,13 +220,29 @@ def unpruned_lengths(trace: Trace) -> IntArray:
 
     The recorded completions are of prompts that were not skipped, and of refills: neither as many nor as long.
     """
-    selector, outcomes, lengths = _selector(trace, "grpo"), _NearestRollouts(trace), []
+    config = copy.deepcopy(trace.config)
+    config.objective.updates_per_step = 1  # lengths do not depend on it, and it may fit CPPO's allocation only
+    selector, outcomes, lengths = _selector(replace(trace, config=config), "grpo"), _NearestRollouts(trace), []
     for traced in _shown(trace, "grpo"):
         rollouts = outcomes.of(selector.begin(traced.step).prompt_index, traced.step)
         selector.finish(rollouts, traced.step)
         selector.feedback(StepCost(traced.step, 0.0, 0.0, 0.0))
         lengths.append(rollouts.lengths)
     return np.stack(lengths)
+
+
+def refused(trace: Trace, methods: Iterable[str]) -> dict[str, str]:
+    """Methods that the trace's settings do not allow, each with the reason.
+
+    Example: with `pruning.completion.rate` = 0.95 and groups of 16, `cppo` would keep no completion; `dppo` would.
+    """
+    reasons = {}
+    for method in methods:
+        try:
+            _selector(trace, method)
+        except UserError as error:
+            reasons[method] = str(error)
+    return reasons
 
 
 def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:

@@ -193,7 +193,9 @@ def test_an_example_that_no_micro_batch_can_hold_is_refused(files: Path, tmp_pat
     config = job_config(files, tmp_path / "run", **given, actor__layout__context_parallel=2)
     assert [len(one.token_ids) for one in prepare_job(config, 2).sft_examples] == [60]
     worked.write_text(json.dumps(not_quite))
-    with pytest.raises(UserError, match=r"sft.jsonl:1: the example has 61 tokens, more than the 60 that fit"):
+    with pytest.raises(
+        UserError, match=r"sft.jsonl:1: the example has 61 tokens, more than the 60 that fit in a micro-batch"
+    ):
         prepare_job(config, 2)
 
 

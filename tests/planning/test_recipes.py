@@ -189,6 +189,45 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
 
 
+ALLOCATION = ["pruning.completion.method=cppo", "pruning.completion.allocation=true"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        (["pruning.completion.rate=0.95"], "cppo: not with these settings: "),
+        (
+            [
+                *ALLOCATION,
+                "pruning.completion.rate=0.25",
+                "rollout.prompts_per_step=48",
+                "objective.updates_per_step=32",
+            ],
+            "",
+        ),
+        (
+            [
+                *ALLOCATION,
+                "pruning.completion.rate=0.3",
+                "rollout.prompts_per_step=448",
+                "objective.updates_per_step=4",
+            ],
+            "",
+        ),
+    ],
+)
+def test_a_method_of_the_comparison_that_the_settings_do_not_fit_refuses_no_job(
+    settings: list[str], refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a rate of 0.95 and groups of 16 CPPO would keep no completion, and DPPO one. Named, it is refused."""
+    line = ["plan", "h100/qwen3_8b_8gpus_dppo", *settings]
+    assert main(line) == 0
+    assert refused in capsys.readouterr().out
+    if refused:
+        assert main([*line, "--methods", "grpo,cppo"]) == 2
+        assert "method=cppo would keep none of 16 completions" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_table_of_the_page_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from dppo_megatron.config.load import load_config, read_config
 from dppo_megatron.config.paths import check_writable, shipped, with_paths
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_here, launched_world_size
-from dppo_megatron.pruning.policies import METHODS, parse_methods
+from dppo_megatron.pruning.policies import parse_methods
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, check_number, write_json
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     chip = f"kind of GPU (default: {_GPU}; for a dry run this machine's, if it has one)"
     parser.add_argument("--gpu", choices=sorted(CHIPS), help=chip)
     parser.add_argument(
-        "--methods", default=",".join(METHODS), metavar="A,B,...", help="pruning methods (default: all)"
+        "--methods", metavar="A,B,...", help="pruning methods (default: all that the job's settings allow)"
     )
     parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, replayed under CONFIG's pruning")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
@@ -115,7 +115,7 @@ def _sizes_given(train: argparse.Namespace) -> dict[str, int]:
 def execute(arguments: argparse.Namespace) -> int:
     for name, (interval, _, _) in _NUMBERS.items():
         check_number(f"--{name.replace('_', '-')}", getattr(arguments, name), interval)
-    methods = parse_methods(arguments.methods)
+    methods = None if arguments.methods is None else parse_methods(arguments.methods)
     if arguments.json is not None:
         check_writable("--json", arguments.json, directory=False)
     purpose: Purpose = "train" if arguments.dry_run else "plan"

@@ -30,7 +30,7 @@ _METHODS = "grpo,cppo,greso,dppo_paper,dppo,dppo_auto"
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("trace", metavar="TRACE", help="trace.jsonl of a run")
-    command.add_argument("--methods", default=_METHODS, metavar="A,B,...", help=f"default: {_METHODS}")
+    command.add_argument("--methods", metavar="A,B,...", help=f"default: {_METHODS}, if allowed")
     command.add_argument("--rollout-cost", type=float, metavar="S", help="seconds to generate 1,000 tokens")
     command.add_argument("--update-cost", type=float, metavar="S", help="seconds to train on 1,000 tokens")
     stops = "instead: what stopping completions early would gain, also with probes of d' D (default: 1 and 2)"
@@ -46,8 +46,8 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.compare.arms import read_method_run
         from dppo_megatron.workbench.compare.verdict import pair_noise
         from dppo_megatron.workbench.runs.trace import read_trace
-        from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, simulate, table
-    methods = parse_methods(arguments.methods)
+        from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, refused, simulate, table
+    methods = parse_methods(_METHODS if arguments.methods is None else arguments.methods)
     check_numbers(arguments, rollout_cost="[0, 1e9]", update_cost="[0, 1e9]", knee="(0, 1e6]")
     for probe in arguments.roulette or ():
         check_number("--roulette", probe, "(0, 20]")
@@ -55,16 +55,20 @@ def execute(arguments: argparse.Namespace) -> int:
         check_writable("--json", arguments.json, directory=False)
     trace = read_trace(arguments.trace)
     costs = fit_costs(trace, arguments.rollout_cost, arguments.update_cost)
+    refusals: dict[str, str] = {}
     if arguments.roulette is not None:
         gains = roulette.judge_roulette(trace, costs, arguments.roulette or (1.0, 2.0), arguments.knee)
         text = roulette.roulette_table(gains, costs, arguments.knee)
         values = roulette.roulette_json(gains, costs, arguments.knee)
     else:
+        if arguments.methods is None:
+            refusals = refused(trace, methods[1:])
+        methods = [one for one in methods if one not in refusals]
         predictions, noise = [simulate(trace, method, costs, capacity_of(trace)) for method in methods], None
         with suppress(UserError):  # a trace without its run, or a run that is not finished or was not evaluated
             noise = pair_noise(read_method_run(methods[0], trace.config.seed, Path(arguments.trace).parent))
         text, values = table(predictions, costs, noise), as_json(predictions, costs, noise)
-    show(*text.splitlines())
+    show(*text.splitlines(), *(f"{method}: not with these settings: {why}" for method, why in refusals.items()))
     if arguments.json is not None:
         write_json(arguments.json, values)
     return 0

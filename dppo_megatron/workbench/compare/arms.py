@@ -90,6 +90,13 @@ def _arm(name: str, config: Config, steps_factor: float) -> Arm:
     return Arm(name, method, steps, settings)
 
 
+def with_zeros(arm: Arm) -> Arm:
+    """The arm of GRPO with the settings of an arm of `grpo_nonzero`, which makes the same updates."""
+    settings = (one for one in arm.settings if one not in _WITHOUT_ZEROS)
+    name = arm.name.replace(WITHOUT_ZEROS, BASELINE, 1)
+    return Arm(name, BASELINE, arm.steps, (*settings, *method_overrides(BASELINE)))
+
+
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 LAST = 2
 """How many evaluations are averaged for a run's end, as in the moving mean there."""

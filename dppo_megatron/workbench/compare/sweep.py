@@ -27,7 +27,14 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_scores import doublings
 from dppo_megatron.texts import aligned, reason
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import Arm, MethodRun, parse_arms
+from dppo_megatron.workbench.compare.arms import (
+    BASELINE,
+    WITHOUT_ZEROS,
+    Arm,
+    MethodRun,
+    parse_arms,
+    with_zeros,
+)
 from dppo_megatron.workbench.compare.verdict import smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
@@ -177,8 +184,9 @@ def _length(config: Config) -> dict[str, int]:
 
 
 def best_of(path: Path, config: Config) -> list[Arm]:
-    """The best of each method in a sweep.json, with their settings in their names. Raises UserError if it cannot be
-    read, or is of a job of another length than `config`'s: its numbers of steps would be wrong."""
+    """The best of each method in a sweep.json, with their settings in their names. If only `grpo_nonzero` was swept,
+    `grpo`, which costs more and learns the same, gets its settings. Raises UserError if it cannot be read, or is of a
+    job of another length than `config`'s: its numbers of steps would be wrong."""
     try:
         sweep = msgspec.json.decode(path.read_bytes(), type=_Sweep)
     except (OSError, msgspec.DecodeError) as error:
@@ -190,7 +198,8 @@ def best_of(path: Path, config: Config) -> list[Arm]:
             raise UserError(
                 f"--tuned {path}: was swept with {key}={swept}, but this job has {value}; sweep again, or set it back"
             )
-    return arms
+    has_baseline = any(arm.method == BASELINE for arm in arms)
+    return [*([] if has_baseline else [with_zeros(arm) for arm in arms if arm.method == WITHOUT_ZEROS]), *arms]
 
 
 class _Sweep(msgspec.Struct):

@@ -21,6 +21,7 @@ from dppo_megatron.config.resolved_sets import longest_prompt_tokens
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.platform.capabilities import Machine
+from dppo_megatron.pruning.policies import METHODS
 from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import IntArray, UserError
@@ -32,7 +33,14 @@ from dppo_megatron.workbench.planning.shares import active_parameters, trained_p
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import SOURCES, Speeds, Timing, plan_timing, speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
-from dppo_megatron.workbench.simulate import Prediction, StepTimeModel, like_for_like, simulate, unpruned_lengths
+from dppo_megatron.workbench.simulate import (
+    Prediction,
+    StepTimeModel,
+    like_for_like,
+    refused,
+    simulate,
+    unpruned_lengths,
+)
 
 _PROMPT_TOKENS = 150
 """Mean length of a mathematics problem in a chat template. An assumption."""
@@ -52,6 +60,8 @@ class Plan:
     timing: Timing | None
     speeds: Speeds
     predictions: tuple[Prediction, ...]
+    refused: dict[str, str]
+    """Methods that the job's settings do not allow, with the reason."""
     advice: tuple[SettingAdvice, ...]
     faster: tuple[SettingAdvice, ...]
     helps: tuple[SettingAdvice, ...]
@@ -106,7 +116,7 @@ def make_plan(
         machine: what each rank runs on; settings that it would refuse are not advised.
         completion_tokens: mean length; None: half of the longest allowed, or the trace's.
         prompt_tokens: likewise; None: 150, or the longest allowed if that is less.
-        methods: pruning methods to compare with the first of them; empty: none.
+        methods: pruning methods to compare with the first of them; empty: none; None: all that the settings allow.
         trace: a recorded run whose outcomes are replayed, under `config`'s pruning.
 
     Raises:
@@ -120,13 +130,17 @@ def make_plan(
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
     smaller, faster, helps = advise(config, architecture, site, machine, lengths, speeds, timing)
-    predictions = []
-    if methods and timing:
+    predictions, refusals = list[Prediction](), dict[str, str]()
+    if methods != [] and timing:
         replayed = made_up_trace(config, lengths) if trace is None else trace
+        if methods is None:
+            refusals = refused(replayed, METHODS)
+            methods = [one for one in METHODS if one not in refusals]
         predictions = predict(timing, replayed, unpruned_lengths(replayed) if recorded is None else recorded, methods)
     return Plan(
         *(architecture, site, lengths, memory, timing, speeds),
         predictions=tuple(predictions),
+        refused=refusals,
         advice=tuple(smaller),
         faster=tuple(faster),
         helps=tuple(helps),
@@ -246,6 +260,7 @@ def _savings(plan: Plan) -> Iterator[str]:
         alike = like_for_like(one, base)
         between = "" if alike is None else f", {alike[0]:.2f}-{alike[1]:.2f}x to the same result"
         yield f"  {one.method:<17} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
+    yield from (f"  {method}: not with these settings: {why}" for method, why in plan.refused.items())
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
@@ -284,6 +299,8 @@ def made_up_trace(config: Config, lengths: Lengths) -> Trace:
     small = copy.deepcopy(config)
     updates = small.objective.updates_per_step
     small.rollout.prompts_per_step = min(small.rollout.prompts_per_step, -(-_PROMPTS // updates) * updates)
+    if selection_settings(small).planned_prompts % updates:  # CPPO's allocation plans another number than it is given
+        small.rollout.prompts_per_step = config.rollout.prompts_per_step
     small.steps = _STEPS
     small.data.order = "shuffled"  # made-up prompts have no level to sort by
     small.pruning.prompt.group_size_factor = 1.0  # a replay has groups of one size, of whole completions
