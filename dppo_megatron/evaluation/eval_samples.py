@@ -66,7 +66,7 @@ class EvalSample:
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
-    """`extracted` in a normalized form, the same for equal answers: what maj@k counts."""
+    """The answer that maj@k counts: `extracted` in a form that is the same for equal wrong answers."""
     unparsed: bool | None = None
     """Whether no final answer could be read; null: not reported, or grading failed."""
     why: str = ""
