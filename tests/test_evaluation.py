@@ -337,7 +337,8 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (first / "results.json").write_text(json.dumps(results))
     assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
     judged_again = json.loads((other / "results.json").read_text())
-    for key in ("engine", "seed", "model", "generated_by"):
+    assert (results["dtype"], results["quantization"], results["server_args"]) == ("float32", "off", [])
+    for key in ("engine", "seed", "model", "generated_by", "dtype", "quantization", "server_args"):
         assert judged_again[key] == results[key], "what made the samples has not changed"
     judged = read_samples(other)
     assert len(judged) == 57

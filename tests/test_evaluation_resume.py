@@ -262,6 +262,15 @@ def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
     (out / UNFINISHED).write_text("a line")
     assert found(reward__timeout_s=7, reward__processes=3) == first
     assert found(rollout__sampling__stop_token_ids="[5]") != first
+    served = {"rollout__engine": "vllm", "rollout__servers__endpoints": "[http://127.0.0.1:1]"}
+    server = found(**served)
+    assert (server["dtype"], server["quantization"], server["server_args"]) == ("float32", "off", [])
+    memory = "[--gpu-memory-utilization, '0.5', --gpu-memory-utilization=0.6]"
+    assert found(**served, rollout__servers__args=memory) == server
+    longer = found(**served, rollout__servers__args="[--gpu-memory-utilization, '0.5', --kv-cache-dtype, fp8]")
+    assert longer["server_args"] == ["--kv-cache-dtype", "fp8"]
+    rounded = {"rollout__quantization": "fp8", "model__dtype": "bfloat16", "objective__correction__level": "token"}
+    assert found(**served, **rounded)["quantization"] == "fp8"
     rows.write_text('{"problem": "1+1=", "answer": "2", "hint": 2}\n')
     assert found()["problems"] != first["problems"]
 

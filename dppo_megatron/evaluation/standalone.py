@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, fields, replace
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from dppo_megatron.texts import aligned, show
 from dppo_megatron.types import Prompt, UserError
 
 _FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
+_MEMORY_OPTIONS = {"--gpu-memory-utilization", "--mem-fraction-static"}
 _MOST_LEVELS = 20
 """A column with more distinct values is a measurement, not a level."""
 Levels = Mapping[str, Mapping[str, Estimate]]
@@ -127,7 +128,8 @@ def evaluate(shared: EngineAndGraders, job: Job, out: Path, more: Mapping[str, A
             show(f"resuming the evaluation in {out}: {len(unfinished.samples)} samples are done")
         engine = shared.engine(job)
         samples = shared.evaluator.sample_alone(engine, unfinished)
-        origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
+        origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description}
+        origin |= _computed_in(job.config) | dict(more or {})
         with progress(f"writing {out}"):
             write_results(out, samples, scores_of(samples), job.config, origin)
             unfinished.finished()
@@ -146,7 +148,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "engine": config.rollout.engine,
         # a server's version is not known before it has started; `generated_by` in results.json has it
         "engine_version": f"{version('torch')} {version('transformers')}" if config.rollout.engine == "hf" else None,
-        "dtype": config.model.dtype,
+        **_computed_in(config),
         "stop_token_ids": list(job.stop_token_ids),
         "reward": _deciding(asdict(config.reward)),
         "sets": {name: one | {"reward": _deciding(one["reward"])} for name, one in _sets_of(config).items()},
@@ -155,6 +157,14 @@ def about(job: Job, out: Path) -> dict[str, Any]:
             for name, prompts in job.eval_prompts.items()
         },
     }
+
+
+def _computed_in(config: Config) -> dict[str, Any]:
+    """What decides how the engine computes: two formats must not be mixed in one score. The options that only size a
+    server's memory may differ on resume, because another machine may have less."""
+    given = config.rollout.servers.args
+    args = [arg for before, arg in pairwise(["", *given]) if not {arg.partition("=")[0], before} & _MEMORY_OPTIONS]
+    return {"dtype": config.model.dtype, "quantization": config.rollout.quantization, "server_args": args}
 
 
 def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
@@ -223,7 +233,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
             " overrepresented, which the intervals do not account for"
         )
     if out is not None:
-        origin_of = {key: before.get(key) for key in ("model", "generated_by", "seed", "engine")}  # None: not known
+        kept = ("model", "generated_by", "seed", "engine", "dtype", "quantization", "server_args")
+        origin_of = {key: before.get(key) for key in kept}  # None: not known
         write_results(out, graded, scores, config, origin_of | {"rescored": str(path)}, sets)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")
     return lines
