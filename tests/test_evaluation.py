@@ -483,6 +483,7 @@ BAD = {
         ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=110", "eval.max_completion_tokens=8"],
         "data.eval_sets.a b.reward.function = 'nope:nope' cannot be imported",
     ),
+    "section": (["{model}", "--sets", "{graded}"], "only `data` and `eval` of such a file are read, and it has 'reward'"),
     "yaml_1.1": (["{model}", "--sets", "{octal}"], "octal.yaml:1: 012 is text in YAML 1.2; write it in quotes, or in"),
     "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),
     "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
@@ -506,8 +507,11 @@ def test_bad_input(files: Path, tmp_path: Path, case: str, capsys: pytest.Captur
         f"data: {{eval_sets: {{a b: {{path: {files / 'heldout.jsonl'}, reward: {{function: 'nope:nope'}}}}}}}}"
     )
     (tmp_path / "octal.yaml").write_text("data: {eval_sets: {a: {path: x.jsonl, limit: 012}}}")
+    graded = "reward: {function: final_answer}\ndata: {eval_sets: {a: {path: x.jsonl}}}"
+    (tmp_path / "graded.yaml").write_text(graded)
     names = {
         "tmp": tmp_path,
+        "graded": tmp_path / "graded.yaml",
         "octal": tmp_path / "octal.yaml",
         "model": files / "model",
         "heldout": files / "heldout.jsonl",

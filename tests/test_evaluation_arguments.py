@@ -166,6 +166,7 @@ FOR_ALL: dict[str, tuple[Any, Any, str]] = {
     "data.level_is": ("difficulty", "solve_rate", ""),
     "data.max_prompt_tokens": (50, 60, ""),
     "data.overlong": ("error", "filter", ""),
+    "data.where": (["problem != x"], ["level > 3"], ""),
     "data.template": ("plain_boxed", "chat_boxed", "template"),
     "data.prompt_template": ("a {problem}", "b {problem}", "template.prompt_template"),
     "data.system_prompt": ("a", "b", "template.system_prompt"),
@@ -186,7 +187,7 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
     held = {"own": plain | chat | {name: own}, "no": plain | chat, "said": plain | {"template": "r1"} | chat}
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
     config = job_config(files, tmp_path, data__eval_paths="{}")
-    config.data.eval_paths = {"short": path} if key == "data.overlong" else {}
+    config.data.eval_paths = {"short": path} if key in ("data.overlong", "data.where") else {}
     config.data.eval_sets = {name: EvalSetConfig(**of) for name, of in held.items()}
     save_config(config, tmp_path / "config.yaml")
     model, settings = str(files / "model"), [f"{key}={json.dumps(now) if isinstance(now, dict) else now}"]
@@ -203,7 +204,7 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
             wanted = TEMPLATES[wanted] if key == "data.template" else wanted
             found = functools.reduce(getattr, (where or name).split("."), one)
             assert found == wanted, (asked, set_name)
-            assert one.where == ([] if set_name == "short" else ["problem != x"])
+            assert name == "where" or one.where == ([] if set_name == "short" else ["problem != x"])
 
 
 def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Path) -> None:
@@ -227,10 +228,10 @@ def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Pa
 
 def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Path, tmp_path: Path) -> None:
     """A set's `template` goes before what the file says of one for all sets, and null is what is left out. But in
-    a config `data.overlong` is of its training sets; a file of sets has none."""
+    a config `data.overlong` and `data.where` are of its training sets; a file of sets has none."""
     path = str(files / "heldout.jsonl")
-    for_all = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
-    for_all["overlong"] = "filter"
+    for_all: dict[str, Any] = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
+    for_all |= {"overlong": "filter", "where": ["level > 3"]}
     sets = {
         "named": {"path": path, "template": "r1", "max_prompt_tokens": None, "overlong": "error"},
         "both": {"path": path, "template": "plain_boxed", "prompt_template": "own: {problem}"},
@@ -247,6 +248,8 @@ def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Pat
     assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
     assert {one.overlong for one in as_config.values()} == {"error"}
     assert {name for name, one in as_sets.items() if one.overlong == "filter"} == {"both", "own", "none"}
+    assert not any(one.where for one in as_config.values())
+    assert all(one.where == ["level > 3"] for one in as_sets.values())
     assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}
 
 

@@ -25,9 +25,12 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
 _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
-_COMMON = {item.name for item in fields(EvalSetConfig)} - {"where", "overlong"}
-"""Settings that a set inherits from `data` or `eval`. Not `overlong`: rows of an evaluation set are dropped only if its
-own entry, the command line or a file of sets says so, never because of the training data's setting."""
+_DROPS_ROWS = {"where", "overlong"}
+_COMMON = {item.name for item in fields(EvalSetConfig)} - _DROPS_ROWS
+"""Settings that a set inherits from `data` or `eval`. Not those that drop rows: only an evaluation set's own entry, the
+command line or a file of sets may, never the training data's setting."""
+_NOT_EVALUATED = {"run_dir", "steps", "threads_per_rank"}
+"""What a file of sets may have beside `data` and `eval`, since it decides no score."""
 _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
@@ -84,9 +87,10 @@ def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     data.train_path = ""
     data.train_sets = {name: TrainSetConfig(**asdict(one.template)) for name, one in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
-    overlong = data.overlong if any(item.startswith("data.overlong=") for item in arguments.settings) else None
-    if arguments.limit or overlong:  # an entry of eval_paths cannot have these settings
-        as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
+    given = {item.partition("=")[0] for item in arguments.settings}
+    drops: dict[str, Any] = {key: getattr(data, key) for key in _DROPS_ROWS if f"data.{key}" in given}
+    if arguments.limit or drops:  # an entry of eval_paths cannot have these settings
+        as_sets = {name: EvalSetConfig(path=path, **drops) for name, path in data.eval_paths.items()}
         data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
     if arguments.limit:
         for one in data.eval_sets.values():
@@ -101,13 +105,13 @@ def _set_overrides(
     set's own. A command-line setting of a single set still has priority over these."""
     # two parts of each key, since data.chat_template_kwargs.x counts as data.chat_template_kwargs
     first_two = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}
-    keys = {key for key in {*_COMMON, "overlong"} if {f"data.{key}", f"eval.{key}"} & first_two}
+    keys = {key for key in _COMMON | _DROPS_ROWS if {f"data.{key}", f"eval.{key}"} & first_two}
     if not keys:
         return []
     data = read_config(path, list(settings), layers).data
     values = config_values(data)
     # None makes a set inherit; template settings need the value itself, else the set's `template` would override them
-    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & {*_TEMPLATE, "overlong"}})
+    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & (_TEMPLATE | _DROPS_ROWS)})
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
@@ -181,7 +185,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
-        common = {key: value for key, value in (data | sampling).items() if key in {*_COMMON, "overlong"}}
+        # beside training sets, `where` is about their rows
+        inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if data.keys() & {"train_path", "train_sets"} else set())
+        common = {key: value for key, value in (data | sampling).items() if key in inherited}
         merged = {str(name): _merged(common, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
@@ -189,6 +195,11 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
     if not merged:
         raise UserError(f"--sets {path}: has no set under data.eval_sets")
+    if unread := sorted(raw.keys() - _NOT_EVALUATED):
+        raise UserError(
+            f"--sets {path}: only `data` and `eval` of such a file are read, and it has '{unread[0]}': give that on the"
+            " command line, or a reward in the set's own entry"
+        )
     # called for the errors that it raises
     config_from_values({"data": data | {"eval_sets": merged}, "eval": sampling, **raw}, f"--sets {path}")
     return merged
