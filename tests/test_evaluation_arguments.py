@@ -96,6 +96,17 @@ def test_settings_may_stand_anywhere() -> None:
     assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
 
 
+def test_a_dtype_that_is_not_the_models_is_said(files: Path, tmp_path: Path) -> None:
+    """There is no setting for float16."""
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    stated = json.loads((model / "config.json").read_text())
+    for dtype, own, used in (("float16", [], "bfloat16"), ("float32", [], ""), ("float32", ["bfloat16"], "bfloat16")):
+        (model / "config.json").write_text(json.dumps(stated | {"dtype": dtype}))
+        settings = [f"model.dtype={one}" for one in own]
+        _, _, notes = prepare(EvalArguments(str(model), settings, sets=[f"s={files / 'heldout.jsonl'}"]))
+        assert list(notes) == ([f"the model's own dtype is {dtype}; it is evaluated in {used}"] if used else [])
+
+
 SERVED: dict[str, list[Any]] = {
     "rollout.engine": ["vllm", "sglang"],
     "rollout.async_steps": [0, 1, 3],

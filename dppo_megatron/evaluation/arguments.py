@@ -57,6 +57,8 @@ class _Target:
     """Output directory without --out."""
     settings: Mapping[str, Any]
     where: str
+    dtype: str = ""
+    """As stated by a model without a run; empty: not stated."""
 
 
 def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
@@ -81,6 +83,8 @@ def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     path = arguments.model if is_config else ""
     layers += _set_overrides(path, arguments.settings, layers)
     config = load_config(path, list(arguments.settings), writes_run=False, purpose="evaluate", layers=layers)
+    if target is not None and target.dtype not in ("", config.model.dtype):
+        notes = (*notes, f"the model's own dtype is {target.dtype}; it is evaluated in {config.model.dtype}")
     data = config.data
     # keep only the templates of training sets: their stop tokens end completions in the run's own evaluations too
     trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
@@ -247,7 +251,9 @@ def _find_target(text: str, step: int | None) -> _Target:
     if is_model and (path / "manifest.json").is_file():
         return _of_checkpoint(path)
     if is_model:
-        return _Target(path, Path("eval") / path.resolve().name, _defaults(path), str(path))
+        config = _read_json(path / "config.json")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+        return _Target(path, Path("eval") / path.resolve().name, _defaults(path, dtype), str(path), dtype)
     raise UserError(
         f"'{text}' holds neither config.json (a Hugging Face model or a checkpoint) nor config.yaml (a run directory)"
     )
@@ -308,10 +314,9 @@ def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tupl
     return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
 
 
-def _defaults(model: Path) -> dict[str, Any]:
-    """Settings for a model without a run: its dtype, and a template for boxed answers, as a chat if it has one."""
-    config = _read_json(model / "config.json")
-    dtype = config.get("dtype") or config.get("torch_dtype")
+def _defaults(model: Path, dtype: str) -> dict[str, Any]:
+    """Settings for a model without a run: its dtype if there is a setting for it (not for float16), and a template for
+    boxed answers, as a chat if it has one."""
     tokenizer = _read_json(model / "tokenizer_config.json")
     has_template = (model / "chat_template.jinja").is_file() or tokenizer.get("chat_template")
     return {
