@@ -27,7 +27,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.sets import stop_token_ids
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.cli import parse, program
+from dppo_megatron.workbench.cli import main, parse, program
 from dppo_megatron.workbench.commands import evaluate
 from dppo_megatron.workbench.commands.evaluate import split_settings
 
@@ -94,6 +94,17 @@ def test_settings_may_stand_anywhere() -> None:
     assert arguments.overrides == ["seed=1", "eval.samples=4"]
     assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
     assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
+
+
+def test_a_setting_among_the_sets_does_not_beat_a_later_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two values of which one is among the sets are refused in either order; in one place the later one counts."""
+    sets = ["--sets", "s=gone.jsonl", "eval.samples=2", "--out", str(tmp_path)]
+    for words in ([*sets, "eval.samples=3"], ["eval.samples=3", *sets]):
+        assert main(["eval", str(tmp_path), *words]) == 2
+        assert "eval.samples=2 is among the sets and eval.samples=3 is not: give one" in capsys.readouterr().err
+    for words in ([*sets, "eval.samples=2"], ["eval.samples=2", "eval.samples=3", *sets[:2]]):
+        assert main(["eval", str(tmp_path), *words]) == 2
+        assert "holds neither config.json" in capsys.readouterr().err
 
 
 def test_a_dtype_that_is_not_the_models_is_said(files: Path, tmp_path: Path) -> None:
