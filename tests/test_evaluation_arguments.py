@@ -97,7 +97,7 @@ def test_settings_may_stand_anywhere() -> None:
 
 
 def test_a_setting_among_the_sets_does_not_beat_a_later_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two values of which one is among the sets are refused in either order; in one place the later one counts."""
+    """Two values of which one is among the sets are refused in either order, but not one value or two in one place."""
     sets = ["--sets", "s=gone.jsonl", "eval.samples=2", "--out", str(tmp_path)]
     for words in ([*sets, "eval.samples=3"], ["eval.samples=3", *sets]):
         assert main(["eval", str(tmp_path), *words]) == 2

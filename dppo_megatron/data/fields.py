@@ -117,9 +117,8 @@ def source_of(row: Row, settings: ResolvedSet) -> str:
 def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
     """The row as read, with what the built-in graders read from it under the names that they know, where it has no such
     field: `problem`, `source`, and the `tolerance` that OlympiadBench's own files call `error`."""
-    known = {"problem": problem, "source": source}
-    if "final_answer" in row.values:
-        known["tolerance"] = row.values.get("error")
+    tolerance = row.values.get("error") if "final_answer" in row.values else None
+    known = {"problem": problem, "source": source, "tolerance": tolerance}
     missing = {name: value for name, value in known.items() if value and name not in row.values}
     return {**row.values, **missing} if missing else row.values
 
@@ -315,11 +314,7 @@ def items_of(value: Any) -> Sequence[Any]:
 
 
 def last_item(value: Any) -> str:
-    """The last of `items_of`.
-
-    Example:
-        last_item('["2", "3"]'), last_item([2]), last_item("2")  # "3", "2", "2"
-    """
+    """The last of `items_of`: "3" of '["2", "3"]', and "2" of [2] and "2"."""
     return as_is(items_of(value)[-1])
 
 

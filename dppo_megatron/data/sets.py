@@ -117,17 +117,13 @@ def load_set(
         "problems are left out: they are problems of evaluation sets": dropped,
         f"rows are left out by where = {settings.where}": where.left_out,
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": reader.unanswered,
+        "rows have several answers, of which answer_from=last reads only the last (all: every one)": reader.shortened,
         f"rows have a level that is not a number{share}; it is left out": reader.unknown_levels,
     }
     notes = [*reader.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
     if special := reader.special:
         what = f"which the model gets as such: {special[0]}"
         notes.append(f"warning: {len(special)} problems hold special tokens, {what}")
-    if reader.shortened:
-        notes.append(
-            f"warning: {reader.shortened} rows have several answers, of which answer_from=last reads only the last;"
-            " answer_from=all joins them"
-        )
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
     facts = reader.filtered, reader.hashed.hexdigest(), tuple(notes)
     return ProblemSet(

@@ -238,7 +238,7 @@ _SPELLINGS = (
 
 def _vote_of(grade: Grade, is_math: bool) -> str | None:
     """The answer that a sample votes for in maj@k; None if it gave none. A `math` grader's is kept as written, because
-    `with_equal_votes` grades it: without its space `\\sin x` is no sine, and `1 1/2` is 11/2. Those of other graders are
+    `with_equal_votes` grades it: without its space `\\sin x` is no sine, and `1 1/2` is 11/2. Other graders' are
     normalized: without spaces, `\\left`, `$`, thousands separators and the like."""
     if grade.extracted is None or is_math:
         return grade.extracted and grade.extracted.strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import chain, pairwise
@@ -18,7 +18,6 @@ from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
-from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
@@ -28,6 +27,7 @@ from dppo_megatron.evaluation.eval_samples import (
     EvalSample,
     UnfinishedSamples,
     check_out,
+    deciding,
     read_results,
     read_samples,
     read_unfinished,
@@ -48,7 +48,6 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import aligned, show
 from dppo_megatron.types import Prompt, UserError
 
-_FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--mem-fraction-static"}
 _MOST_LEVELS = 20
 """A column with more distinct values is a measurement, not a level."""
@@ -150,8 +149,8 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "engine_version": f"{version('torch')} {version('transformers')}" if config.rollout.engine == "hf" else None,
         **_computed_in(config),
         "stop_token_ids": list(job.stop_token_ids),
-        "reward": _deciding(asdict(config.reward)),
-        "sets": {name: one | {"reward": _deciding(one["reward"])} for name, one in _sets_of(config).items()},
+        "reward": deciding(asdict(config.reward)),
+        "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
             name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
@@ -169,11 +168,6 @@ def _computed_in(config: Config) -> dict[str, Any]:
 
 def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
     return {name: asdict(one) for name, one in eval_set_configs(config).items()}
-
-
-def _deciding(reward: dict[str, Any]) -> dict[str, Any]:
-    """Reward settings without those that may change on resume, which decide only how graders run."""
-    return {name: value for name, value in reward.items() if name not in _FREE_AT_RESUME}
 
 
 def _graded_by(config: Config) -> str:
