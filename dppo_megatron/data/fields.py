@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -306,10 +307,8 @@ def last_boxed(value: Any) -> str:
 def items_of(value: Any) -> Sequence[Any]:
     """The items of a list, or of a list in JSON text, as in Skywork's rows; else the value itself, alone."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
+        with suppress(ValueError, RecursionError):  # an interval, [1, 2)
             value = json.loads(value)
-        except (ValueError, RecursionError):  # an interval, [1, 2)
-            return [value]
     return value if isinstance(value, (list, tuple)) and value else [value]
 
 
