@@ -66,7 +66,7 @@ class Prompt:
     level: float | None = None
     """Difficulty as given in its row, on the row's own scale; None if the row has none."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other fields, as read; passed to graders that take three arguments."""
+    """The row as read, and what the built-in graders read from it; passed to graders that take three arguments."""
     origin: str = ""
     """`path:line` or `set:row`, for messages."""
     problem: str = ""

@@ -24,7 +24,7 @@ from dppo_megatron.config.reward import SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import rank
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
-from dppo_megatron.evaluation.eval_samples import read_samples, scores_of
+from dppo_megatron.evaluation.eval_samples import FORMAT, read_samples, scores_of
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
 from dppo_megatron.progress import Advance, shown_by
@@ -337,7 +337,8 @@ def test_graded_again(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (first / "results.json").write_text(json.dumps(results))
     assert main(["eval", "--rescore", samples, "reward.function=final_answer", "--out", str(other)]) == 0
     judged_again = json.loads((other / "results.json").read_text())
-    for key in ("engine", "seed", "model", "generated_by"):
+    assert (results["dtype"], results["quantization"], results["server_args"]) == ("float32", "off", [])
+    for key in ("engine", "seed", "model", "generated_by", "dtype", "quantization", "server_args"):
         assert judged_again[key] == results[key], "what made the samples has not changed"
     judged = read_samples(other)
     assert len(judged) == 57
@@ -424,7 +425,8 @@ def _write_samples(path: Path, sets: dict[str, dict[str, list[bool | None]]]) ->
 
 
 def test_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Matched by id whatever the order and the number of samples; unequal problems are refused by name."""
+    """Matched by id whatever the order and the number of samples; unequal problems are refused by name. What else
+    must agree is named if it does not."""
     problems = [f"p{i}" for i in range(40)]
     a = _write_samples(
         tmp_path / "a", {"s/1": {p: [i % 2 == 0] for i, p in enumerate(problems)}, "only a": {"x": [True]}}
@@ -438,6 +440,13 @@ def test_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixtu
     [row] = json.loads((out / "comparison.json").read_text())["sets"]
     assert (row["a"], row["b"], row["problems"]) == (0.5, 0.75, 40)
     assert 0 < row["low"] < 0.25 < row["high"] and row["p"] < 0.01 and not row["within_noise"]
+    for place, template, samples in ((a, "{problem}", 4), (b, "Problem: {problem}", 2)):
+        of_set = {"samples": samples, "top_k": 0, "path": str(place), "template": {"prompt_template": template}}
+        made = {"sets": {"s/1": of_set}, "reward": {"function": "math", "processes": samples}, "dtype": "float32"}
+        (place / "results.json").write_text(json.dumps({"format": FORMAT, "graders": {"math": "0"}} | made))
+    assert main(["eval", "--compare", str(a), str(b)]) == 0
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert warning.endswith("alike: prompt_template is '{problem}' in A, 'Problem: {problem}' in B ('s/1')")
     fewer = _write_samples(tmp_path / "fewer", {"s/1": dict(list(better.items())[3:])})
     assert main(["eval", "--compare", str(a), str(fewer)]) == 2
     assert "3 problems are in A only (p0, p1, p2)" in capsys.readouterr().err
@@ -482,6 +491,10 @@ BAD = {
         ["{model}", "--sets", "{yaml}", "data.max_prompt_tokens=110", "eval.max_completion_tokens=8"],
         "data.eval_sets.a b.reward.function = 'nope:nope' cannot be imported",
     ),
+    "section": (
+        ["{model}", "--sets", "{graded}"],
+        "only `data` and `eval` of such a file are read, and it has 'reward'",
+    ),
     "yaml_1.1": (["{model}", "--sets", "{octal}"], "octal.yaml:1: 012 is text in YAML 1.2; write it in quotes, or in"),
     "too_long": (["{model}", "--sets", "a={heldout}", "eval.max_completion_tokens=500"], "more than the 128 positions"),
     "setting": (["{model}", "--sets", "a={heldout}", "rollout.engin=vllm"], "did you mean 'rollout.engine'?"),
@@ -505,8 +518,11 @@ def test_bad_input(files: Path, tmp_path: Path, case: str, capsys: pytest.Captur
         f"data: {{eval_sets: {{a b: {{path: {files / 'heldout.jsonl'}, reward: {{function: 'nope:nope'}}}}}}}}"
     )
     (tmp_path / "octal.yaml").write_text("data: {eval_sets: {a: {path: x.jsonl, limit: 012}}}")
+    graded = "reward: {function: final_answer}\ndata: {eval_sets: {a: {path: x.jsonl}}}"
+    (tmp_path / "graded.yaml").write_text(graded)
     names = {
         "tmp": tmp_path,
+        "graded": tmp_path / "graded.yaml",
         "octal": tmp_path / "octal.yaml",
         "model": files / "model",
         "heldout": files / "heldout.jsonl",

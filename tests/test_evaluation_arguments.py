@@ -27,7 +27,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data.sets import stop_token_ids
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.types import UserError
-from dppo_megatron.workbench.cli import parse, program
+from dppo_megatron.workbench.cli import main, parse, program
 from dppo_megatron.workbench.commands import evaluate
 from dppo_megatron.workbench.commands.evaluate import split_settings
 
@@ -94,6 +94,28 @@ def test_settings_may_stand_anywhere() -> None:
     assert arguments.overrides == ["seed=1", "eval.samples=4"]
     assert split_settings(arguments.sets) == (["six", "mine=x"], ["rollout.engine=vllm"])
     assert split_settings(["eval=x.jsonl", "a.b=y", "seed=3"]) == (["eval=x.jsonl", "a.b=y"], ["seed=3"])
+
+
+def test_a_setting_among_the_sets_does_not_beat_a_later_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two values of which one is among the sets are refused in either order, but not one value or two in one place."""
+    sets = ["--sets", "s=gone.jsonl", "eval.samples=2", "--out", str(tmp_path)]
+    for words in ([*sets, "eval.samples=3"], ["eval.samples=3", *sets]):
+        assert main(["eval", str(tmp_path), *words]) == 2
+        assert "eval.samples=2 is among the sets and eval.samples=3 is not: give one" in capsys.readouterr().err
+    for words in ([*sets, "eval.samples=2"], ["eval.samples=2", "eval.samples=3", *sets[:2]]):
+        assert main(["eval", str(tmp_path), *words]) == 2
+        assert "holds neither config.json" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_not_the_models_is_said(files: Path, tmp_path: Path) -> None:
+    """There is no setting for float16."""
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    stated = json.loads((model / "config.json").read_text())
+    for dtype, own, used in (("float16", [], "bfloat16"), ("float32", [], ""), ("float32", ["bfloat16"], "bfloat16")):
+        (model / "config.json").write_text(json.dumps(stated | {"dtype": dtype}))
+        settings = [f"model.dtype={one}" for one in own]
+        _, _, notes = prepare(EvalArguments(str(model), settings, sets=[f"s={files / 'heldout.jsonl'}"]))
+        assert list(notes) == ([f"the model's own dtype is {dtype}; it is evaluated in {used}"] if used else [])
 
 
 SERVED: dict[str, list[Any]] = {
@@ -166,6 +188,7 @@ FOR_ALL: dict[str, tuple[Any, Any, str]] = {
     "data.level_is": ("difficulty", "solve_rate", ""),
     "data.max_prompt_tokens": (50, 60, ""),
     "data.overlong": ("error", "filter", ""),
+    "data.where": (["problem != x"], ["level > 3"], ""),
     "data.template": ("plain_boxed", "chat_boxed", "template"),
     "data.prompt_template": ("a {problem}", "b {problem}", "template.prompt_template"),
     "data.system_prompt": ("a", "b", "template.system_prompt"),
@@ -186,7 +209,7 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
     held = {"own": plain | chat | {name: own}, "no": plain | chat, "said": plain | {"template": "r1"} | chat}
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"data": {"eval_sets": held}}))
     config = job_config(files, tmp_path, data__eval_paths="{}")
-    config.data.eval_paths = {"short": path} if key == "data.overlong" else {}
+    config.data.eval_paths = {"short": path} if key in ("data.overlong", "data.where") else {}
     config.data.eval_sets = {name: EvalSetConfig(**of) for name, of in held.items()}
     save_config(config, tmp_path / "config.yaml")
     model, settings = str(files / "model"), [f"{key}={json.dumps(now) if isinstance(now, dict) else now}"]
@@ -203,7 +226,7 @@ def test_the_command_line_is_for_all_sets(files: Path, tmp_path: Path, key: str)
             wanted = TEMPLATES[wanted] if key == "data.template" else wanted
             found = functools.reduce(getattr, (where or name).split("."), one)
             assert found == wanted, (asked, set_name)
-            assert one.where == ([] if set_name == "short" else ["problem != x"])
+            assert name == "where" or one.where == ([] if set_name == "short" else ["problem != x"])
 
 
 def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Path) -> None:
@@ -227,10 +250,10 @@ def test_sets_are_in_place_of_those_of_a_config_or_run(files: Path, tmp_path: Pa
 
 def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Path, tmp_path: Path) -> None:
     """A set's `template` goes before what the file says of one for all sets, and null is what is left out. But in
-    a config `data.overlong` is of its training sets; a file of sets has none."""
+    a config `data.overlong` and `data.where` are of its training sets; a file of sets has none."""
     path = str(files / "heldout.jsonl")
-    for_all = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
-    for_all["overlong"] = "filter"
+    for_all: dict[str, Any] = {"template": "plain_boxed", "prompt_template": "all: {problem}", "max_prompt_tokens": 50}
+    for_all |= {"overlong": "filter", "where": ["level > 3"]}
     sets = {
         "named": {"path": path, "template": "r1", "max_prompt_tokens": None, "overlong": "error"},
         "both": {"path": path, "template": "plain_boxed", "prompt_template": "own: {problem}"},
@@ -247,6 +270,8 @@ def test_a_file_of_sets_and_the_same_as_a_config_are_the_same_prompts(files: Pat
     assert {one.max_prompt_tokens for one in as_sets.values()} == {50}
     assert {one.overlong for one in as_config.values()} == {"error"}
     assert {name for name, one in as_sets.items() if one.overlong == "filter"} == {"both", "own", "none"}
+    assert not any(one.where for one in as_config.values())
+    assert all(one.where == ["level > 3"] for one in as_sets.values())
     assert as_sets["named"].template == TEMPLATES["r1"] and {one.samples for one in as_sets.values()} == {3}
 
 

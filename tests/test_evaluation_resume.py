@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,13 @@ from dppo_megatron.evaluation.eval_samples import (
     UnfinishedSamples,
     read_samples,
     read_unfinished,
+    scores_of,
 )
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, common_spellings
 from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
+from dppo_megatron.rewards.math.grader import grade_math
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.texts import logged
 from dppo_megatron.types import Grade, GradeTask, UserError
@@ -259,6 +262,15 @@ def test_what_an_evaluation_is_about(files: Path, tmp_path: Path) -> None:
     (out / UNFINISHED).write_text("a line")
     assert found(reward__timeout_s=7, reward__processes=3) == first
     assert found(rollout__sampling__stop_token_ids="[5]") != first
+    served = {"rollout__engine": "vllm", "rollout__servers__endpoints": "[http://127.0.0.1:1]"}
+    server = found(**served)
+    assert (server["dtype"], server["quantization"], server["server_args"]) == ("float32", "off", [])
+    memory = "[--gpu-memory-utilization, '0.5', --gpu-memory-utilization=0.6]"
+    assert found(**served, rollout__servers__args=memory) == server
+    longer = found(**served, rollout__servers__args="[--gpu-memory-utilization, '0.5', --kv-cache-dtype, fp8]")
+    assert longer["server_args"] == ["--kv-cache-dtype", "fp8"]
+    rounded = {"rollout__quantization": "fp8", "model__dtype": "bfloat16", "objective__correction__level": "token"}
+    assert found(**served, **rounded)["quantization"] == "fp8"
     rows.write_text('{"problem": "1+1=", "answer": "2", "hint": 2}\n')
     assert found()["problems"] != first["problems"]
 
@@ -305,6 +317,31 @@ def test_equal_wrong_answers_are_one_vote() -> None:
     whole = common_spellings([(0, "7"), (0, "007"), (0, "8")])
     assert whole[0, "7"] == whole[0, "007"] != whole[0, "8"]
     assert found[0, "3"] == "3" and found[1, "0.5"] == "0.5" and found[1, "(1,2)"] == found[1, "(1, 2)"]
+
+
+def test_a_vote_says_what_its_answer_says() -> None:
+    """To the `math` grader: four wrong answers that are equal beat three right ones, and `1 1/2` is not `11/2`. Without
+    its spaces and dollars an answer may be another one."""
+    wrong = [
+        (r"2\pi r", r"\pi r\cdot 2"),
+        (r"\sin x\cos x", r"\frac12\sin 2x"),
+        ("2 or 3", "3, 2"),
+        (r"0\le x", r"x \ge 0"),
+        (r"\$5", "$5$ dollars"),
+        ("1 1/2", "11/2"),
+    ]
+    texts = [["7"] * 3 + [first] * 2 + [second] * 2 for first, second in wrong]
+    samples = [
+        EvalSample("s", str(problem), problem, place, "?", "7", f"\\boxed{{{text}}}", 1, "stop")
+        for problem, each in enumerate(texts)
+        for place, text in enumerate(each)
+    ]
+    with closing(SetGraders(Graders({"reward": RewardConfig(function="math")}))) as graders:
+        graded = graders.with_equal_votes([one for part in graders.graded_in_parts(samples) for one in part])
+    for one in graded:
+        assert one.vote and grade_math(f"\\boxed{{{one.vote}}}", one.text[7:-1], {}).reward == 1.0, one
+    won = [scores_of([one for one in graded if one.problem_index == i])[0].maj_at[7].value for i in range(len(wrong))]
+    assert won == [0.0] * 5 + [1.0]
 
 
 def test_comparisons_of_votes_end() -> None:

@@ -33,7 +33,7 @@ class SetConfig:
     """Use only rows that meet all of these conditions: `type != proof`, `solve_rate >= 0.1`, `type in [a, b]`."""
     problem_field: str | None = None
     answer_field: str | None = None
-    answer_from: Literal["", "boxed", "last", "hashes"] | None = None
+    answer_from: Literal["", "boxed", "last", "all", "hashes"] | None = None
     source_field: str | None = None
     level_field: str | None = None
     level_is: Literal["difficulty", "solve_rate"] | None = None
@@ -101,9 +101,9 @@ class DataConfig:
     where: list[str] = field(default_factory=list)
     """Train only on rows that meet all of these conditions: `type != proof`, `solve_rate >= 0.1`, `type in [number,
     expression]`. Other rows are left out and counted. Evaluation sets do not inherit this."""
-    answer_from: Literal["", "boxed", "last", "hashes"] = ""
+    answer_from: Literal["", "boxed", "last", "all", "hashes"] = ""
     """Which part of the answer field is the answer: boxed (the last \\boxed{} of a solution), last (the last item of a
-    list), hashes (what follows ####); empty: all of it. Rows without an answer are left out and counted."""
+    list), all (its items, joined), hashes (what follows ####); empty: the text. Rows without one are left out."""
     source_field: str = "source"
     """Field of a row that names its subset. Rows may lack it."""
     level_field: str = ""

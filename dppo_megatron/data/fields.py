@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, TypeAlias
 
@@ -114,6 +115,15 @@ def source_of(row: Row, settings: ResolvedSet) -> str:
     return check_text(value, row.origin, settings.source_field) if value.strip() else ""
 
 
+def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
+    """The row as read, with what the built-in graders read from it under the names that they know, where it has no such
+    field: `problem`, `source`, and the `tolerance` that OlympiadBench's own files call `error`."""
+    tolerance = row.values.get("error") if "final_answer" in row.values else None
+    known = {"problem": problem, "source": source, "tolerance": tolerance}
+    missing = {name: value for name, value in known.items() if value and name not in row.values}
+    return {**row.values, **missing} if missing else row.values
+
+
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
     """The row's difficulty, and whether it has one in a form that cannot be read (`easy`, a list)."""
     if settings.level_field:
@@ -210,6 +220,8 @@ def _layout_hint(row: Row, settings: ResolvedSet) -> str:
             wanted = {"problem_field": problem, "answer_field": answer, "source_field": source}
             if isinstance(get_field(row.values, problem), (list, tuple)) and not settings.template.apply_chat_template:
                 wanted["apply_chat_template"] = "true"  # which messages need
+            if isinstance(get_field(row.values, answer), (list, tuple)):
+                wanted["answer_from"] = "all"
             given = " ".join(f"{section}.{key}={value}" for key, value in wanted.items() if value)
             return f". This looks like {name}'s layout: {given}"
     return ""
@@ -219,7 +231,7 @@ def _answer_hint(value: Any, name: str) -> str:
     if isinstance(value, Mapping) and value:
         return f"; dots reach into objects: {name}.{next(iter(value))}"
     if isinstance(value, (list, tuple)):
-        return "; a list of answers must be one text (answer_from=last reads its last item)"
+        return "; a list of answers must be one text (answer_from=all joins its items, last reads the last)"
     return ""
 
 
@@ -292,19 +304,23 @@ def last_boxed(value: Any) -> str:
     return ""
 
 
-def last_item(value: Any) -> str:
-    """The last item of a list, or of a list in JSON text, as in Skywork's rows; else the whole value.
-
-    Example:
-        last_item('["2", "3"]'), last_item([2]), last_item("2")  # "3", "2", "2"
-    """
+def items_of(value: Any) -> Sequence[Any]:
+    """The items of a list, or of a list in JSON text, as in Skywork's rows; else the value itself, alone."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return last_item(json.loads(value))
-        except (ValueError, RecursionError):  # an interval, [1, 2)
-            return value.strip()
-    return as_is(value[-1] if isinstance(value, (list, tuple)) and value else value)
+        with suppress(ValueError, RecursionError):  # an interval, [1, 2)
+            value = json.loads(value)
+    return value if isinstance(value, (list, tuple)) and value else [value]
 
 
-ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {"boxed": last_boxed, "last": last_item, "hashes": after_hashes}
+def last_item(value: Any) -> str:
+    """The last of `items_of`: "3" of '["2", "3"]', and "2" of [2] and "2"."""
+    return as_is(items_of(value)[-1])
+
+
+ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {
+    "boxed": last_boxed,
+    "last": last_item,
+    "all": as_is,
+    "hashes": after_hashes,
+}
 """By `answer_from`; each returns "" for a value without such an answer."""

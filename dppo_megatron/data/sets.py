@@ -117,6 +117,7 @@ def load_set(
         "problems are left out: they are problems of evaluation sets": dropped,
         f"rows are left out by where = {settings.where}": where.left_out,
         f"rows are left out: answer_from={settings.answer_from} finds no answer there": reader.unanswered,
+        "rows have several answers, of which answer_from=last reads only the last (all: every one)": reader.shortened,
         f"rows have a level that is not a number{share}; it is left out": reader.unknown_levels,
     }
     notes = [*reader.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
@@ -143,7 +144,7 @@ class _PromptReader:
         self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self.special: list[str] = []
         """Special tokens in the texts of problems. The tokenizer reads them as such, so that a turn may end there."""
-        self.filtered = self.unknown_levels = self.unanswered = 0
+        self.filtered = self.unknown_levels = self.unanswered = self.shortened = 0
 
     def add(self, rows: list[Row], looked_for: Contamination) -> None:
         """Add a batch. Contamination is only looked for in rows that are kept, not in those without an answer or with a
@@ -160,16 +161,19 @@ class _PromptReader:
             if not answer:
                 self.unanswered += 1
                 continue
+            if settings.answer_from == "last":
+                self.shortened += len(fields.items_of(fields.get_field(row.values, settings.answer_field))) > 1
+            question, source = _last_question(problem), fields.source_of(row, settings)
             prompt = Prompt(
                 self._first_index + len(self.prompts) + len(read),
                 text,
                 token_ids,
                 answer,
-                fields.source_of(row, settings),
+                source,
                 level=level,
-                row=row.values,
+                row=fields.row_for_graders(row, question, source),
                 origin=row.origin,
-                problem=_last_question(problem),
+                problem=question,
             )
             if _is_too_long(prompt, settings):
                 self.filtered += 1

@@ -25,9 +25,12 @@ from dppo_megatron.evaluation.eval_samples import FOLLOWED
 from dppo_megatron.types import UserError
 
 _SERVER_KEYS = ("endpoints", "launch", "registry_dir", "colocate", "allow_remote_endpoints")
-_COMMON = {item.name for item in fields(EvalSetConfig)} - {"where", "overlong"}
-"""Settings that a set inherits from `data` or `eval`. Not `overlong`: rows of an evaluation set are dropped only if its
-own entry, the command line or a file of sets says so, never because of the training data's setting."""
+_DROPS_ROWS = {"where", "overlong"}
+_COMMON = {item.name for item in fields(EvalSetConfig)} - _DROPS_ROWS
+"""Settings that a set inherits from `data` or `eval`. Not those that drop rows: only an evaluation set's own entry, the
+command line or a file of sets may, never the training data's setting."""
+_NOT_EVALUATED = {"run_dir", "steps", "threads_per_rank"}
+"""What a file of sets may have beside `data` and `eval`, since it decides no score."""
 _TEMPLATE = {"template", *(item.name for item in fields(Template))}
 
 
@@ -54,6 +57,8 @@ class _Target:
     """Output directory without --out."""
     settings: Mapping[str, Any]
     where: str
+    dtype: str = ""
+    """As stated by a model without a run; empty: not stated."""
 
 
 def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
@@ -78,15 +83,18 @@ def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
     path = arguments.model if is_config else ""
     layers += _set_overrides(path, arguments.settings, layers)
     config = load_config(path, list(arguments.settings), writes_run=False, purpose="evaluate", layers=layers)
+    if target is not None and target.dtype not in ("", config.model.dtype):
+        notes = (*notes, f"the model's own dtype is {target.dtype}; it is evaluated in {config.model.dtype}")
     data = config.data
     # keep only the templates of training sets: their stop tokens end completions in the run's own evaluations too
     trained = train_set_configs(config if target is None else _as_saved(target, ("train_path", "train_sets")))
     data.train_path = ""
     data.train_sets = {name: TrainSetConfig(**asdict(one.template)) for name, one in trained.items()}
     config.rollout.servers.colocate = False  # there is no actor whose GPUs the servers could share
-    overlong = data.overlong if any(item.startswith("data.overlong=") for item in arguments.settings) else None
-    if arguments.limit or overlong:  # an entry of eval_paths cannot have these settings
-        as_sets = {name: EvalSetConfig(path=path, overlong=overlong) for name, path in data.eval_paths.items()}
+    given = {item.partition("=")[0] for item in arguments.settings}
+    drops: dict[str, Any] = {key: getattr(data, key) for key in _DROPS_ROWS if f"data.{key}" in given}
+    if arguments.limit or drops:  # an entry of eval_paths cannot have these settings
+        as_sets = {name: EvalSetConfig(path=path, **drops) for name, path in data.eval_paths.items()}
         data.eval_sets, data.eval_paths = as_sets | data.eval_sets, {}
     if arguments.limit:
         for one in data.eval_sets.values():
@@ -101,13 +109,13 @@ def _set_overrides(
     set's own. A command-line setting of a single set still has priority over these."""
     # two parts of each key, since data.chat_template_kwargs.x counts as data.chat_template_kwargs
     first_two = {".".join(item.partition("=")[0].split(".")[:2]) for item in settings}
-    keys = {key for key in {*_COMMON, "overlong"} if {f"data.{key}", f"eval.{key}"} & first_two}
+    keys = {key for key in _COMMON | _DROPS_ROWS if {f"data.{key}", f"eval.{key}"} & first_two}
     if not keys:
         return []
     data = read_config(path, list(settings), layers).data
     values = config_values(data)
     # None makes a set inherit; template settings need the value itself, else the set's `template` would override them
-    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & {*_TEMPLATE, "overlong"}})
+    of_each = (dict.fromkeys(keys), {key: values[key] for key in keys & (_TEMPLATE | _DROPS_ROWS)})
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
@@ -181,7 +189,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
         sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
         sets |= data.pop("eval_sets", None) or {}
-        common = {key: value for key, value in (data | sampling).items() if key in {*_COMMON, "overlong"}}
+        # beside training sets, `where` is about their rows
+        inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if data.keys() & {"train_path", "train_sets"} else set())
+        common = {key: value for key, value in (data | sampling).items() if key in inherited}
         merged = {str(name): _merged(common, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--sets {path}: cannot be read: {error}") from None
@@ -189,6 +199,11 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
     if not merged:
         raise UserError(f"--sets {path}: has no set under data.eval_sets")
+    if unread := sorted(raw.keys() - _NOT_EVALUATED):
+        raise UserError(
+            f"--sets {path}: only `data` and `eval` of such a file are read, and it has '{unread[0]}': give that on the"
+            " command line, or a reward in the set's own entry"
+        )
     # called for the errors that it raises
     config_from_values({"data": data | {"eval_sets": merged}, "eval": sampling, **raw}, f"--sets {path}")
     return merged
@@ -236,7 +251,9 @@ def _find_target(text: str, step: int | None) -> _Target:
     if is_model and (path / "manifest.json").is_file():
         return _of_checkpoint(path)
     if is_model:
-        return _Target(path, Path("eval") / path.resolve().name, _defaults(path), str(path))
+        config = _read_json(path / "config.json")
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+        return _Target(path, Path("eval") / path.resolve().name, _defaults(path, dtype), str(path), dtype)
     raise UserError(
         f"'{text}' holds neither config.json (a Hugging Face model or a checkpoint) nor config.yaml (a run directory)"
     )
@@ -297,10 +314,9 @@ def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tupl
     return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
 
 
-def _defaults(model: Path) -> dict[str, Any]:
-    """Settings for a model without a run: its dtype, and a template for boxed answers, as a chat if it has one."""
-    config = _read_json(model / "config.json")
-    dtype = config.get("dtype") or config.get("torch_dtype")
+def _defaults(model: Path, dtype: str) -> dict[str, Any]:
+    """Settings for a model without a run: its dtype if there is a setting for it (not for float16), and a template for
+    boxed answers, as a chat if it has one."""
     tokenizer = _read_json(model / "tokenizer_config.json")
     has_template = (model / "chat_template.jinja").is_file() or tokenizer.get("chat_template")
     return {

@@ -19,9 +19,12 @@ from dppo_megatron.config.paths import in_short
 from dppo_megatron.data.rows import listed
 from dppo_megatron.evaluation.eval_samples import (
     COMPARISON,
+    RESULTS,
     EvalSample,
     by_problem,
     check_out,
+    deciding,
+    read_results,
     read_samples,
     share_correct,
     write_text,
@@ -30,6 +33,8 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, UserError
 
 RESAMPLES = 10_000
+_OF_ALL = ("engine", "dtype", "quantization", "server_args")
+_OF_EACH = ("temperature", "top_p", "top_k", "max_completion_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,9 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
         for name in mine
         if name not in other
     ]
+    files = [(one if one.is_dir() else one.parent) / RESULTS for one in (a, b)]
+    if all(path.is_file() for path in files):
+        notes += _different_protocols(*(_protocol(read_results(path), common) for path in files))
     pairs: dict[str, tuple[FloatArray, FloatArray]] = {}
     for name in common:
         _check_same(name, ours[name], theirs[name])
@@ -168,6 +176,29 @@ def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[st
         figures = {"a": str(a), "b": str(b), "resamples": RESAMPLES, "sets": [row.as_json() for row in rows]}
         write_text(out / COMPARISON, [json.dumps(figures, indent=2) + "\n"])
     return [f"A: {a}", f"B: {b}", *notes, "", *_table(rows)]
+
+
+def _protocol(results: Mapping[str, Any], names: Sequence[str]) -> dict[tuple[str, str], Any]:
+    """What must agree for scores to be comparable: (set, or "" for all; setting) -> value, of those that are recorded.
+    After `--rescore`, no template is."""
+    found = {("", key): results.get(key) for key in _OF_ALL}
+    found |= {("", f"code of {name}"): str(digest)[:12] for name, digest in results.get("graders", {}).items()}
+    for name in names:
+        one = results["sets"].get(name, {})
+        own = {key: value for key, value in (one.get("reward") or {}).items() if value not in (None, {})}
+        values = {key: one.get(key) for key in _OF_EACH} | (one.get("template") or {})
+        values |= {f"reward.{key}": value for key, value in deciding(results["reward"] | own).items()}
+        found |= {(name, key): value for key, value in values.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _different_protocols(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tuple[str, str], Any]) -> list[str]:
+    different: dict[str, list[str]] = {}
+    for (name, key), value in ours.items():
+        if (other := theirs.get((name, key), value)) != value:
+            line = f"{key} is {in_short(value, 80)} in A, {in_short(other, 80)} in B"
+            different.setdefault(line, []).append(in_short(name) if name else "all sets")
+    return [f"warning: not evaluated alike: {line} ({listed(sets)})" for line, sets in different.items()]
 
 
 def _check_same(name: str, ours: _Problems, theirs: _Problems) -> None:

@@ -13,7 +13,7 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Annotated, Any, TypeAlias
 
@@ -37,6 +37,7 @@ Key: TypeAlias = tuple[str, int, int]
 _SETTINGS = "settings"
 """Key in the first line of the unfinished file: `reward` and `sets` in full, as in results.json. They are not compared
 on resume, because settings such as the graders' limits may change."""
+_FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
@@ -66,7 +67,7 @@ class EvalSample:
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
-    """`extracted` in a normalized form, the same for equal answers: what maj@k counts."""
+    """The answer that maj@k counts: `extracted` in a form that is the same for equal wrong answers."""
     unparsed: bool | None = None
     """Whether no final answer could be read; null: not reported, or grading failed."""
     why: str = ""
@@ -193,6 +194,11 @@ def read_results(path: Path) -> dict[str, Any]:
         detail = one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"'{path}' holds no results of an evaluation: {detail}") from None
     return raw
+
+
+def deciding(reward: Mapping[str, Any]) -> dict[str, Any]:
+    """Reward settings without those that may change on resume, which decide only how graders run."""
+    return {name: value for name, value in reward.items() if name not in _FREE_AT_RESUME}
 
 
 def key_of(sample: EvalSample) -> Key:

@@ -209,7 +209,7 @@ class SetGraders:
             "reward": None if failed else grade.reward,
             "correct": None if failed else deciding_reward(grade) >= correct_from,
             "extracted": grade.extracted,
-            "vote": _vote_of(grade),
+            "vote": _vote_of(grade, self.is_math(name)),
             "unparsed": _unparsed(grade),
             "why": grade.why,
             "failure": grade.failure,
@@ -236,11 +236,12 @@ _SPELLINGS = (
 )
 
 
-def _vote_of(grade: Grade) -> str | None:
-    """The answer that a sample votes for in maj@k, normalized: without spaces, `\\left`, `$`, thousands separators and
-    the like. None if it gave no answer. `with_equal_votes` joins equal answers that still read differently."""
-    if grade.extracted is None:
-        return None
+def _vote_of(grade: Grade, is_math: bool) -> str | None:
+    """The answer that a sample votes for in maj@k; None if it gave none. A `math` grader's is kept as written, because
+    `with_equal_votes` grades it: without its space `\\sin x` is no sine, and `1 1/2` is 11/2. Other graders' are
+    normalized: without spaces, `\\left`, `$`, thousands separators and the like."""
+    if grade.extracted is None or is_math:
+        return grade.extracted and grade.extracted.strip()
     plain = grade.extracted.strip().rstrip(".")
     for pattern, replacement in _SPELLINGS:
         plain = pattern.sub(replacement, plain)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from dppo_megatron.config.load import load_config
 from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
-from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
@@ -28,6 +27,7 @@ from dppo_megatron.evaluation.eval_samples import (
     EvalSample,
     UnfinishedSamples,
     check_out,
+    deciding,
     read_results,
     read_samples,
     read_unfinished,
@@ -48,7 +48,7 @@ from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.texts import aligned, show
 from dppo_megatron.types import Prompt, UserError
 
-_FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
+_MEMORY_OPTIONS = {"--gpu-memory-utilization", "--mem-fraction-static"}
 _MOST_LEVELS = 20
 """A column with more distinct values is a measurement, not a level."""
 Levels = Mapping[str, Mapping[str, Estimate]]
@@ -127,7 +127,8 @@ def evaluate(shared: EngineAndGraders, job: Job, out: Path, more: Mapping[str, A
             show(f"resuming the evaluation in {out}: {len(unfinished.samples)} samples are done")
         engine = shared.engine(job)
         samples = shared.evaluator.sample_alone(engine, unfinished)
-        origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description, **(more or {})}
+        origin = {"model": str(job.config.model.hf_path), "generated_by": engine.description}
+        origin |= _computed_in(job.config) | dict(more or {})
         with progress(f"writing {out}"):
             write_results(out, samples, scores_of(samples), job.config, origin)
             unfinished.finished()
@@ -146,10 +147,10 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "engine": config.rollout.engine,
         # a server's version is not known before it has started; `generated_by` in results.json has it
         "engine_version": f"{version('torch')} {version('transformers')}" if config.rollout.engine == "hf" else None,
-        "dtype": config.model.dtype,
+        **_computed_in(config),
         "stop_token_ids": list(job.stop_token_ids),
-        "reward": _deciding(asdict(config.reward)),
-        "sets": {name: one | {"reward": _deciding(one["reward"])} for name, one in _sets_of(config).items()},
+        "reward": deciding(asdict(config.reward)),
+        "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
             name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
@@ -157,13 +158,16 @@ def about(job: Job, out: Path) -> dict[str, Any]:
     }
 
 
+def _computed_in(config: Config) -> dict[str, Any]:
+    """What decides how the engine computes: two formats must not be mixed in one score. The options that only size a
+    server's memory may differ on resume, because another machine may have less."""
+    given = config.rollout.servers.args
+    args = [arg for before, arg in pairwise(["", *given]) if not {arg.partition("=")[0], before} & _MEMORY_OPTIONS]
+    return {"dtype": config.model.dtype, "quantization": config.rollout.quantization, "server_args": args}
+
+
 def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
     return {name: asdict(one) for name, one in eval_set_configs(config).items()}
-
-
-def _deciding(reward: dict[str, Any]) -> dict[str, Any]:
-    """Reward settings without those that may change on resume, which decide only how graders run."""
-    return {name: value for name, value in reward.items() if name not in _FREE_AT_RESUME}
 
 
 def _graded_by(config: Config) -> str:
@@ -223,7 +227,8 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
             " overrepresented, which the intervals do not account for"
         )
     if out is not None:
-        origin_of = {key: before.get(key) for key in ("model", "generated_by", "seed", "engine")}  # None: not known
+        kept = ("model", "generated_by", "seed", "engine", "dtype", "quantization", "server_args")
+        origin_of = {key: before.get(key) for key in kept}  # None: not known
         write_results(out, graded, scores, config, origin_of | {"rescored": str(path)}, sets)
         lines.append(f"{out}/: {RESULTS}, {SAMPLES}")
     return lines

@@ -23,6 +23,7 @@ from dppo_megatron.config.resolved_sets import ResolvedEvalSet, ResolvedSet, Res
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.fields import get_field, parse_level
 from dppo_megatron.data.sets import ProblemSet, load_set
+from dppo_megatron.rewards.math.grader import grade_math
 from dppo_megatron.types import UserError
 
 ROWS = [
@@ -286,6 +287,29 @@ def test_what_is_no_problem_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=hint):
         load(tmp_path / "v.jsonl")
+
+
+def test_graders_know_a_row_by_whatever_names_it_has(tmp_path: Path) -> None:
+    """Digits stated by OCW, a name that a question asks for, and OlympiadBench's own files, whose hint names settings
+    that keep every answer; the row's own fields stay."""
+    who = "Petya will receive more money"
+    rows: list[dict[str, Any]] = [
+        {"question": "How many?", "final_answer": "4.5e33", "data_source": "OCW", "said": "4.49e33"},
+        {"question": "Who will receive more?", "final_answer": who, "said": "Petya", "source": "own"},
+        {"question": "Which two?", "final_answer": ["3", "4"], "said": "4, 3"},
+        {"question": "Root?", "final_answer": ["1.414"], "error": "1e-1", "said": "1.41"},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(_lines(rows[::-1]))
+    with pytest.raises(UserError, match=r"OlympiadBench's layout: .*answer_field=final_answer .*answer_from=all"):
+        load(path)
+    own = {"problem_field": "question", "answer_field": "final_answer", "source_field": "data_source"}
+    found = load(path, **own, answer_from="all")
+    assert not found.notes and [one.answer for one in found.prompts] == ["1.414", "3, 4", who, "4.5e33"]
+    for one in found.prompts:
+        assert grade_math(f"\\boxed{{{one.row['said']}}}", one.answer, one.row).reward == 1.0, one
+    assert found.prompts[2].row["source"] == "own" and "source" not in found.prompts[1].row
+    assert "1 rows have several answers, of which answer_from=last" in load(path, **own, answer_from="last").notes[0]
 
 
 GOOD = '{"problem": "1", "answer": "2"}\n'

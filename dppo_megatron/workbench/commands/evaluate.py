@@ -85,6 +85,12 @@ def execute(arguments: argparse.Namespace) -> int:
     # argparse takes the first word for MODEL, but it may be a setting
     models, settings = split_settings([*([arguments.model] if arguments.model else []), *arguments.overrides])
     models = [config_file(model) if model.endswith((".yaml", ".yml")) else model for model in models]
+    elsewhere = dict(item.split("=", 1) for item in settings)
+    for item in among_sets:
+        key, _, value = item.partition("=")
+        if elsewhere.get(key, value) != value:  # argparse does not tell which of them is the later one
+            other = f"{key}={elsewhere[key]}"
+            raise UserError(f"{item} is among the sets and {other} is not: give one of them, or both before --sets")
     settings += among_sets
     use = _other_use(arguments, {"models": models, "settings": settings, "sets": sets})
     if use == "compare":
