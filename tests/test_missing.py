@@ -413,6 +413,15 @@ def test_groups_without_any_are_made_up_for_and_are_no_visit() -> None:
     assert history["tokens"][drawn.prompt_index[[0, 3]]].tolist() == [6, 6], "what was not sampled is not short"
 
 
+def test_mean_rewards_count_every_group_once() -> None:
+    """However few rewards are left of it, one included."""
+    for _, missing in _patterns():
+        if not missing.all(axis=1).any():
+            seen = np.where(missing, np.nan, REWARDS)
+            mean = _decision(seen, lost_share=LOST).metrics["reward/mean"]
+            assert mean == pytest.approx(np.nanmean(seen, axis=1).mean())
+
+
 # ------------------------------------------------------------------------------------------------------ slow prompts
 
 

@@ -20,7 +20,8 @@ from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_sa
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.algorithms.objectives import Objective, PolicyLoss, make_objective, supervised
+from dppo_megatron.algorithms.objectives import Objective, PolicyLoss, TokenBatch, make_objective, supervised
+from dppo_megatron.algorithms.policy_losses import POLICY_LOSSES
 from dppo_megatron.config.objective import CorrectionConfig, DivergenceConfig, KLConfig, ObjectiveConfig
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.types import TrainSample
@@ -272,3 +273,54 @@ def test_every_case_of_the_formulas_occurs(samples: list[TrainSample], model_pat
         ratio = np.exp(np.mean(lp - sample.old_logprobs))
         seen |= {("sequence", int(sample.advantage > 0), sum(ratio > b for b in (0.98, 1.01)))}
     assert {("sequence", s, k) for s in (0, 1) for k in range(3)} <= seen
+
+
+def _of_one(
+    config: ObjectiveConfig, log_ratio: list[float], advantages: list[float], correction: list[float] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Gradient of one sequence's loss in its log-probabilities, which are `log_ratio` above the old ones, as these are
+    `correction` above the behaviour's; and the diagnostics."""
+    shift, zero = torch.tensor(log_ratio, dtype=torch.float64), torch.zeros(len(log_ratio), dtype=torch.float64)
+    old = zero - 30.0
+    behaviour = old - (zero if correction is None else torch.tensor(correction, dtype=torch.float64))
+    logprobs = (old + shift).requires_grad_()
+    fixed = torch.tensor(advantages, dtype=torch.float64), torch.ones_like(zero), zero.long()
+    result = make_objective(config)(TokenBatch(logprobs, zero, behaviour, old, zero, *fixed))
+    return torch.autograd.grad(result.loss.sum(), logprobs)[0], result.diagnostics
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_what_one_token_has_stays_with_it(loss: str) -> None:
+    """An advantage or a correction's factor at one token gives the others no gradient, as if it were spread over them;
+    the ratio is that of the whole sequence for `gspo` all the same."""
+    second, several = [False, True, False, False], 2
+    config = ObjectiveConfig(loss=loss, updates_per_step=several)  # type: ignore[arg-type]
+    gradient, found = _of_one(config, [0.3, -0.1, -0.1, 0.1], [0.0, 1.0, 0.0, 0.0])
+    assert (gradient != 0).tolist() == second
+    assert found["ratio"].tolist() == pytest.approx(np.exp([0.05] * 4 if loss == "gspo" else [0.3, -0.1, -0.1, 0.1]))
+    if loss != "divergence_tv":  # which takes no correction
+        masked = replace(config, correction=CorrectionConfig("token", "mask", 5.0, 0.5))
+        gradient, _ = _of_one(masked, [0.0] * 4, [1.0] * 4, correction=[3.0, 0.0, 3.0, -3.0])
+        assert (gradient != 0).tolist() == second
+
+
+@pytest.mark.parametrize("dual", [0.0, 2.0])
+def test_a_token_without_gradient_is_counted(dual: float) -> None:
+    """By one of the two fractions, where the clip or the dual clip has taken it, and nowhere else."""
+    log_ratio = [-5.0, -0.3, -0.1, 0.0, 0.1, 0.5, 0.69, 0.7, 1.0, 5.0] * 2
+    config = ObjectiveConfig(dual_clip=dual, updates_per_step=2)
+    gradient, found = _of_one(config, log_ratio, [1.0] * 10 + [-1.0] * 10)
+    fractions = [values for name, values in found.items() if name != "ratio"]
+    assert sum(fractions).tolist() == (gradient == 0).double().tolist()  # type: ignore[union-attr]
+    assert [values.sum().item() for values in fractions] == [5 + 2] + [3] * bool(dual)
+
+
+@pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
+def test_ratios_end_at_a_log_of_20(loss: str) -> None:
+    """Beyond it the clip has no gradient, on the side that it does not bound either; CISPO keeps its own."""
+    config = ObjectiveConfig(loss=loss, updates_per_step=2)  # type: ignore[arg-type]
+    for sign in (1.0, -1.0):
+        for size, moves in ((19.0, True), (21.0, loss == "cispo")):
+            gradient, found = _of_one(config, [sign * size] * 2, [-sign] * 2)
+            assert (gradient != 0).tolist() == [moves] * 2
+            assert found["ratio"].tolist() == pytest.approx([math.exp(sign * min(size, 20.0))] * 2)

@@ -383,8 +383,10 @@ def test_a_round_that_skips_everything_is_not_the_last(
     assert len(plans[0].rows) and counts is not None and counts.prompts_generated == fresh + again
 
 
-def test_the_parts_of_a_reward_add_up_to_its_mean(tmp_path: Path) -> None:
-    """Half of a group is missing: what is left counts twice in the mean of all, and so in the means of the parts."""
+@pytest.mark.parametrize("left", [1, 2, 3])
+def test_the_parts_of_a_reward_add_up_to_its_mean(tmp_path: Path, left: int) -> None:
+    """Some of a group are missing: what is left counts for four in the mean of all, and so in the means of the parts;
+    a single one too, although no group of one is trained on."""
     files = write_job_files(tmp_path)
     functions = {f"reward__functions__{name}__function": "final_answer" for name in ("right", "long")}
     plain = {"pruning__prompt__method": "none", "rollout__prompts_per_step": 2, "rollout__completions_per_prompt": 4}
@@ -397,7 +399,7 @@ def test_the_parts_of_a_reward_add_up_to_its_mean(tmp_path: Path) -> None:
     groups: dict[int, Group] = {}
     for k, share in enumerate((0.75, 0.0)):
         grade = Grade(share + 0.25 * (k == 0), parts={"right": share, "long": 0.25 * (k == 0)})
-        grades = (grade, grade, *((lost, lost) if k == 0 else (grade, grade)))
+        grades = (*(grade,) * left, *(lost if k == 0 else grade,) * (4 - left))
         groups[k] = Group(step.selected[k], (one,) * 4, np.array([item.reward for item in grades]), grades)
     coordinator._outcomes.append(RolloutTable.of(groups, 4, 0))
     coordinator.decide(step, RolloutStats())

@@ -25,22 +25,25 @@ def clip(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     unclipped = -ratio * batch.advantages
     clipped = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
     loss = torch.maximum(unclipped, clipped)
+    fraction = (clipped > unclipped).detach().to(loss.dtype)
+    diagnostics = {"ratio": ratio.detach(), "clip_fraction": fraction}
     if config.dual_clip:
         bounded = torch.minimum(loss, -config.dual_clip * batch.advantages)
         loss = torch.where(batch.advantages < 0, bounded, loss)
-    fraction = (clipped > unclipped).detach().to(loss.dtype)
-    return TokenLoss(loss, {"ratio": ratio.detach(), "clip_fraction": fraction})
+        diagnostics["dual_clip_fraction"] = ((batch.advantages < 0) & (ratio > config.dual_clip)).to(loss.dtype)
+    return TokenLoss(loss, diagnostics)
 
 
 def gspo(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
-    """GSPO (arXiv 2507.18071 eq. 5 and 7): the clipped surrogate with one ratio for a whole sequence.
+    """GSPO (arXiv 2507.18071 eq. 5, 7 and 14): the clipped surrogate with one ratio s for a whole sequence.
 
-    s = exp(mean_t(log pi - log old)); every token has the sequence's loss -min(s A, clip(s) A), so that with
-    normalization=sequence_mean every sequence counts equally, whatever its length. With the other normalizations it
-    counts in proportion to its length, unlike in the paper.
+    s = exp(mean_t(log pi - log old)); loss_t = -min(s_t A, clip(s_t) A), s_t = sg[s] pi / sg[pi]. Over a sequence the
+    gradients sum to that of eq. 5, and a token's own advantage or correction stays with it. Sequences count alike
+    with normalization=sequence_mean; with the others in proportion to their length, unlike in the paper.
     """
     lengths = sequence_sums(torch.ones_like(batch.mask), batch).clamp_min(1)
-    ratio = bounded_ratio(sequence_sums(batch.logprobs - batch.old_logprobs, batch) / lengths)
+    mean = sequence_sums(batch.logprobs - batch.old_logprobs, batch) / lengths
+    ratio = bounded_ratio(mean.detach() + (batch.logprobs - batch.logprobs.detach()))
     unclipped = -ratio * batch.advantages
     clipped = -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
     loss = torch.maximum(unclipped, clipped)

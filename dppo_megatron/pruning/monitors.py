@@ -1,8 +1,8 @@
 """Metrics that show within a step whether pruning is unbiased: `prune/*`, never NaN.
 
-Two of them must stay near 1 whatever the method keeps: the sum of weights over the nominal count, and the same counted
-in tokens. A weight that is forgotten or applied twice, or a divisor taken from the survivors, shows there at once, long
-before it shows in a learning curve.
+Two of them must stay near 1 whatever the method keeps: the sum of weights over the nominal count, and the mean of the
+completion policy's weights, counted in tokens. A weight that is forgotten or applied twice, or a divisor taken from the
+survivors, shows in the first at once, long before it shows in a learning curve.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _tokens(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
 
 
 def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
-    """sum W / (N G) and sum W len / T, each near 1. T is weighted by prompt: lengths of pruned prompts are unknown."""
+    """sum W / (N G) and sum W len / T, each near 1. T is weighted by prompt: lengths of pruned prompts are unknown. So
+    an error in these weights, or in what makes up for missing or stopped completions, cancels there."""
     completion_weight = selection.weight
     if all(row.label != "biased" for row in selection.ledger):
         # Completions dropped for having no gradient have weight 0, but count towards these totals.

@@ -74,7 +74,7 @@ class Missing:
     weight: FloatArray
     """[K] weight of present completions that makes up for the rest of the full group and for lost groups."""
     in_group: FloatArray
-    """[K] weight of present completions that makes up for the others requested in their group."""
+    """[K] weight of completions with a reward that makes up for the others requested in their group, lost or not."""
     source: BiasSource
     foreseen: LossLabel
     """The row's label before the draw."""
@@ -135,7 +135,7 @@ def missing_of(
     share_lost = np.array(past.lost_share)[set_of] if stands_for_lost else np.zeros(len(left))
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
     weight = np.where(usable, usual / np.maximum(left, 1), 1.0) * lost_weight
-    in_group = np.where(usable, sizes / np.maximum(left, 1), 1.0)
+    in_group = sizes / np.maximum(left, 1)
     declared = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
     by_chance = declared & (not refuted)
     by_content = lost & ~by_chance

@@ -219,10 +219,9 @@ class Selector:
         offered = with_refills(planned, later)
         expected = to_all_rows(completions.expected_weight, rows, rollouts, fill=1.0)
         whitened = self._coefficients.whitening(planned, state.selections, rollouts)
-        stops = self._coefficients.early_stop(rollouts, requested)
         others = (
-            *(whitened, self._coefficients.baseline(), self._coefficients.sizes(), stops),
-            *(divided, filtered, missing.source),
+            *(whitened, self._coefficients.baseline(), self._coefficients.sizes()),
+            *(self._coefficients.early_stop(rollouts, requested), divided, filtered, missing.source),
         )
         sources = self._sources(planned, offered, groups, completions, expected.reshape(rollouts.rewards.shape), others)
         rows_of_all, bias = with_estimates(sources, squared, prompts.inclusion_prob)
@@ -243,7 +242,7 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # without support the gradient's length changes too
-            | reward_metrics(rollouts, prompts, missing.weight)
+            | reward_metrics(rollouts, prompts, missing.in_group)
             | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
@@ -257,6 +256,7 @@ class Selector:
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
             missing_weight=missing.weight,
+            in_group=missing.in_group,
             unforeseen=unforeseen,
             prior=prior,
         )

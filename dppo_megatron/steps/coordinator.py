@@ -90,8 +90,8 @@ class Coordinator:
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
-        counts = decision.missing_weight * decision.prompts.size  # as in reward/mean
-        tables = {key: one.reweighted(decision.prompts.prompt_index, counts) for key, one in outcomes.grades.items()}
+        ids, factor = decision.prompts.prompt_index, decision.in_group  # as in reward/mean
+        tables = {key: one.reweighted(ids, factor) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
         rollout_rows = server_rows(config.rollout, stats, sizes=decision.prompts.size)

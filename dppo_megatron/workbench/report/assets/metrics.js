@@ -67,7 +67,7 @@ const LEARNING = {
   Loss: { note: "The weighted objective.", metrics: { "train/loss": "loss" } },
   "Ratio and clipping": {
     note: "Mean probability ratio; share of tokens that were clipped.",
-    metrics: ofPolicy({ "train/ratio": "ratio", "train/clip_fraction": "clipped" }),
+    metrics: ofPolicy({ "train/ratio": "ratio", "train/clip_fraction": "clipped", "train/dual_clip_fraction": "dual" }),
   },
   "Learning rate": {
     note: "Of the step's last update.",
