@@ -58,11 +58,10 @@ _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|whe
 _OTHERWISE = answers.Words("otherwise")
 _IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
-_POINT = rf"\({_MEMBER}(?:,{_MEMBER})*\)"
 _ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
-    rf"|{_POINT}"
+    rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}\s*\*\s*{_ARROW}"
@@ -175,7 +174,7 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
         are_points = isinstance(found, AnswerList) and all(isinstance(item, AnswerList) for item in found.items)
-        if not (are_points and re.fullmatch(_POINT, name.strip())):
+        if not (are_points and name.startswith("(") and _NAME.fullmatch(name.strip())):
             parse(name)  # raises for x \\not
         name = re.sub(r"\s", "", name)
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:

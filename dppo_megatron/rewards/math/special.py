@@ -19,7 +19,7 @@ from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
-_PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
+_PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
 _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
