@@ -281,6 +281,14 @@ CASES = [
         wrong=[r"k\pi+\frac{\pi}{4}, k\in\mathbb{N}", r"k\pi+\frac{\pi}{2}(k\in\mathbb{Z})", r"\frac{\pi}{4}"],
     ),
     case(r"[k\pi, k\pi+1](k\in\mathbb{Z})", right=[r"[k\pi, k\pi+1], k\in Z"], wrong=[r"(k\pi, k\pi+1)"]),
+    case(
+        "(1,2),(3,4)",
+        right=[r"(x,y)\in\{(1,2),(3,4)\}", r"(a, b) \in \{(3,4),(1,2)\}"],
+        wrong=[r"(x,y)\not\in\{(1,2),(3,4)\}", r"(1,1)\in\{(1,2),(3,4)\}", r"\in\{(1,2),(3,4)\}"],
+    ),
+    case("[0,1]", right=[], wrong=[r"(x,y)\in[0,1]"]),
+    case(r"\binom{n}{k}", right=["C_n^k", r"\mathrm{C}_{n}^{k}", "C(n,k)"], wrong=["C_k^n", "C_n^{k+1}", "C_n"]),
+    case(r"\binom{2n}{n}", right=["C_{2n}^n"], wrong=["C_n^{2n}"]),
     case("x=k\\pi,k\\in Z", right=[r"x=k\pi", r"x=k\pi, k\in\mathbb{Z}"], wrong=["x=k"]),
     case(
         r"2k\pi(k\in\mathbb{Z}), 2k\pi+\frac{\pi}{3}(k\in\mathbb{Z})",

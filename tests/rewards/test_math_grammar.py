@@ -144,6 +144,7 @@ CASES = [
     ),
     case("ABC", [r"\triangle ABC"], ["ABD"]),
     case(r"\triangle ABC", ["ABC"], ["ABD"]),
+    case(r"\text{July 4, 1776}", ["4 July 1776", "July 4 1776", r"\text{4th of July 1776}"], ["July 4, 1777", "1776"]),
     case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}"], ["May 13"]),
     # a parameter is one number in a whole tuple or interval; whole numbers where that is said
     case(
@@ -335,6 +336,23 @@ CASES = [
         r"k\pi, k\in\mathbb{Z}", [r"k\pi", r"n\pi, n\in\mathbb{Z}"], [r"k\pi, k\in\mathbb{N}", r"k\pi, k\in\mathbb{R}"]
     ),
     case("f(n)=n", [r"f(n)=n \text{ for all positive integers } n"], [r"f(n)=n \text{ for all odd } n"]),
+    case("[0,3]", [r"0\le n\le3"], [r"0\le n\le3, n\in\mathbb{Z}", r"0\le n\le3 \text{ for integers } n"]),
+    case(
+        r"(-\infty,1) \cup (3,\infty)",
+        ["n<1, n>3"],
+        [r"n<1, n>3, n\in\mathbb{Z}", r"n<1 \text{ or } n>3, n\in\mathbb{Z}"],
+    ),
+    case(
+        r"\{0,1,2,3\}",
+        [r"0\le n\le3, n\in\mathbb{Z}"],
+        [r"0\le n\le4, n\in\mathbb{Z}", r"0\le n\le3", r"n\ge0, n\in\mathbb{Z}"],
+    ),
+    case("n>3", [r"n>3, n\in\mathbb{Z}"], [r"n\ge3, n\in\mathbb{Z}"]),
+    case("y=2x", [r"f(x)=2x"], ["y'=2x", "y''=2x"]),
+    case("y'=2x", [r"y^{\prime}=2x", "f'(x)=2x"], ["y=2x", "y''=2x", "x'=2x", "f(x)=2x"]),
+    case("f(x)=2x", [], ["y'=2x", r"f^{\prime}(x)=2x"]),
+    case("x=1, y=2", [], ["x'=1, y'=2", "x'=1, y=2"]),
+    case(r"\text{Point }A'", ["point A'"], ["point A"]),
     case("x>3", [], [r"x>3, x\in\mathbb{Z}", r"x>3 \text{ for } x\in\mathbb{Z}"]),
     # names of different things
     case("f(x,y)=x+2y", ["f(a,b)=a+2b", "f(y,x)=y+2x", "z=x+2y"], ["f(y,x)=x+2y", "f(a,b)=b+2a"]),

@@ -33,6 +33,10 @@ POINT = re.compile(r"\((?!.*infty)(-?[\w\\{}]+),\s*(-?[\w\\{}]+)\)")
 LIST = re.compile(r"(?!\d{1,3},\d{3}\Z)-?\d+(?:,\s*-?\d+)+")
 POLYNOMIAL = re.compile(r"[-+0-9a-z^ ]*[a-z][-+0-9a-z^ ]*")
 
+BASED = re.compile(r"[0-9A-F]+_\{?\d+\}?")
+EQUATION = re.compile(r"([A-Za-z])((?:\([a-z]\))? ?=[^=]+)")
+DECIMAL = re.compile(r"(-?)(\d+)\.?(\d*)")
+
 THINGS = (
     "marbles",
     "different ways",
@@ -45,8 +49,10 @@ THINGS = (
 )
 FILLERS = ("exactly", "only", "Just", "the", "The number", "There are exactly")
 ZEROS = ("\\sin\\pi", "\\cos 90^\\circ", "\\tan(2\\pi)", "\\cos\\frac{3\\pi}{2}")
+PRIMES = ("'", "''", "^{\\prime}")
 ASIDES = ("reversed", "unlikely", "crossed out", "by mistake", "wide of it", "is too big", "as a bound", "unproven")
 DENIED = ("Not", "The value cannot be", "The wrong value is", "Perhaps:", "A bound that fails is")
+LEADS = ("At most", "Less than", "The score was 1 to", "Approximately")
 CONDITIONS = ("for all $x < 9$", "for all odd $x$", "if $x > 0$", "unless $x = 1$", "for any $x$ but $0$")
 
 
@@ -264,6 +270,9 @@ CHANGE: dict[str, Rewriting] = {
         ),
     ),
     "of even numbers": only(NUMBER, lambda found, _: r"n \text{ is even}"),
+    "a minus": only(BASED, lambda found, _: f"-{found[0]}"),
+    "a prime": only(EQUATION, lambda found, drawn: f"{found[1]}{drawn.choice(PRIMES)}{found[2]}"),
+    "of whole numbers": only(INTERVAL, lambda found, _: f"n \\in {found[0]}, n \\in \\mathbb{{Z}}"),
     "as two measures": only(
         NUMBER, lambda found, _: f"{int(found[0]) - 1}\\text{{ m}}, 1\\text{{ m}}" if int(found[0]) > 1 else None
     ),
@@ -333,3 +342,19 @@ def test_rewritings(rewritings: dict[str, Rewriting], reward: float, cases: Choo
     if not chosen.are_few:
         assert sum(graded.values()) > 2000
     assert sum(map(len, wrong.values())) <= (0.01 * sum(graded.values()) if reward else 0), dict(wrong)
+
+
+def test_numbers_within_a_sentence(cases: Choose) -> None:
+    """Their signs and decimal points count there too."""
+    numbers = [match for match in (DECIMAL.fullmatch(row["answer"].strip()) for row in references()) if match]
+    for seed in cases("numbers in sentences", 300):
+        drawn = random.Random(seed)
+        (sign, whole, places), lead = drawn.choice(numbers).groups(), drawn.choice(LEADS)
+        tenth = f"{sign}{whole}.{places or drawn.randrange(1, 10)}"
+        gold = f"\\text{{{lead} }}{tenth}"
+        for text in (f"{lead} {tenth}", f"\\text{{{lead.lower()}}} {tenth}", f"\\text{{{lead} {tenth}}}."):
+            assert grade_math(f"\\boxed{{{text}}}", gold, {}).reward == 1.0, (gold, text)
+        turned = tenth.removeprefix("-") if sign else f"-{tenth}"
+        for wrong in (turned, tenth.replace(".", ""), tenth.replace(".", "-"), f"{tenth[:-1]}0{tenth[-1]}"):
+            for text in (f"{lead} {wrong}", f"\\text{{{lead}}}{wrong}", f"\\text{{{lead} {wrong}}}"):
+                assert grade_math(f"\\boxed{{{text}}}", gold, {}).reward == 0.0, (gold, text)

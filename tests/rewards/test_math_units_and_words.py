@@ -127,8 +127,15 @@ CASES = [
     case(
         "4210_{7}",
         right=["4210_7", r"4210_{\text{seven}}", r"4210_{\text{7}}", r"4210 \text{ base } 7"],
-        wrong=["4210", "1477", "4210_8", "4211_7", "4210_{10}"],
+        wrong=["4210", "1477", "4210_8", "4211_7", "4210_{10}", "-4210_7"],
     ),
+    case("-17_8", ["(-17)_8", "-017_{8}"], ["17_8", "-16_8"]),
+    case(r"\text{at most }3", [r"at most 3"], [r"\text{at most}-3", r"\text{at most - 3}", "at most 0.3"]),
+    case(r"\text{at most }1500", ["at most 1,500"], ["at most 1.500", "at most 1 500"]),
+    case(r"\text{won }2-1", ["won 2 - 1", "won 2\u20131"], ["won 21", "won 1-2", "won 2 1"]),
+    case(r"8\text{ R }3", ["8R3", "8 R 3", "8 remainder 3"], ["-8R3", "8R4", "83", "8 R -3"]),
+    case(r"\text{tends to infinity}", [], ["tends to -infinity"]),
+    case(r"\text{4-sided non-convex}", ["4 sided nonconvex"], []),
     case("152A_{11}", right=["152A_{11}", "152a_{11}"], wrong=["152_{11}", "152B_{12}"]),
     case(
         r"\text{4:30 p.m.}",

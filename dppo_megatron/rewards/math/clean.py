@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from dppo_megatron.rewards.math.answers import Unreadable
 from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math.units import MONTHS
 
 # pairs: a sign, and its spelling here
 _SIGNS = r"""
@@ -143,6 +144,7 @@ _RULES = {
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
+    r"(?<![\w\\])C\s*_\s*(?:\{\s*(\d?[mn])\s*\}|([mn]))\s*\^\s*(?:\{\s*([a-z])\s*\}|([a-z]))": r"\\binom{\1\2}{\3\4}",
     rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
@@ -153,7 +155,8 @@ _RULES = {
     r"\\text\{\s*([,;])\s*\}": r"\1 ",
     r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
     r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
-    r"(?<=\d)\s*\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)": r" \\text{ remainder } ",
+    rf"\b((?i:{'|'.join(sorted(MONTHS))}) \d\d?), ?(?=\d{{4}}\b)": r"\1 ",  # else a list
+    r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
     r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
     r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line

@@ -73,17 +73,19 @@ def _letters(answer: Answer) -> frozenset[str]:
 
 
 def _differ(gold: str, other: str) -> bool:
-    """Whether two names certainly mean different things: x and y, f(x) and g(x), AB and CD, Area and Volume. But y may
-    be f(x), and a letter may stand for anything that is not called by a letter itself."""
+    """Whether two names certainly mean different things: x and y, y and y', f(x) and g(x), AB and CD, Area and
+    Volume. But y may be f(x), and a letter may stand for anything that is not called by a letter itself."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
+    ours, theirs = (name.partition("(")[0] for name in (gold, other))
+    if ours and theirs and ours.count("'") != theirs.count("'"):
+        return True
+    gold, other, ours, theirs = (name.replace("'", "") for name in (gold, other, ours, theirs))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
     if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w is not w:l
         return True
-    ours, theirs = (name.partition("(")[0] for name in (gold, other))
     if "(" in gold or "(" in other:
-        primes = "'" * max(ours.count("'"), theirs.count("'"))
-        is_result = ours == theirs or {ours, theirs} & {"", f"y{primes}", f"z{primes}"}
+        is_result = ours == theirs or {ours, theirs} & {"", "y", "z"}
         return ("(" in gold and "(" in other) or not is_result
     if (left := _FIGURE.fullmatch(gold)) and (right := _FIGURE.fullmatch(other)):
         return sorted(left[1]) != sorted(right[1]) or (len(left[1]) == 3 and left[1][1] != right[1][1])
@@ -302,10 +304,11 @@ def _words(gold: Answer, other: Answer, rules: Rules) -> bool:
 def _folded(text: str) -> str:
     if text in ("dne", "d n e"):
         return "doesnotexist"
-    words = [word for word in text.replace("-", " ").split() if word not in _ARTICLES]
+    # a minus sign stays, a hyphen does not: at most -3, won 2-1, non-negative
+    words = [word for word in re.sub(r"(?<=\w)-(?! ?\d)", " ", text).split() if word not in _ARTICLES]
     if MONTHS & set(words):  # 12th of May
         words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
-    return "".join(words)
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 
 def _answers(gold: str, other: str) -> bool:

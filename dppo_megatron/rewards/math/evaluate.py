@@ -306,9 +306,6 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
         return value
     if value < 0 or (degree > 2 and max(value.numerator, value.denominator) >> 150):
         return None
-    above, below = (
-        math.isqrt(part) if degree == 2 else round(part ** (1 / degree))
-        for part in (value.numerator, value.denominator)
-    )
-    is_root = above**degree == value.numerator and below**degree == value.denominator
-    return Fraction(above, below) if is_root else None
+    parts = value.as_integer_ratio()
+    roots = [math.isqrt(part) if degree == 2 else round(part ** (1 / degree)) for part in parts]
+    return Fraction(*roots) if tuple(root**degree for root in roots) == parts else None

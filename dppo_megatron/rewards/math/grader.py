@@ -20,6 +20,7 @@ from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import Extraction, extract
+from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.numbers import stated_digits, with_digits
 from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer
@@ -137,8 +138,11 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
     """The reference, the answer, and why the answer could not be read. If they have different numbers of items, their
     commas are read again, as separators or within numbers."""
-    other, reference = without_clauses(other, reference), without_clauses(reference)
+    stated, other, reference = other, without_clauses(other, reference), without_clauses(reference)
     (gold, _), (theirs, unread) = _read(reference), _read(other)
+    ours, spans = as_spans(gold), as_spans(theirs)
+    if spans and spans.name and (ours is None or ours.name != spans.name) and spans.name in whole_letters(stated):
+        theirs = whole_members(spans)  # whole numbers n with 0 < n < 5 are not the interval (0, 5)
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):

@@ -173,7 +173,9 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     name, *sets = split_top(text, _IN)
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
-        parse(name)  # raises for x \\not
+        are_points = isinstance(found, AnswerList) and all(isinstance(item, AnswerList) for item in found.items)
+        if not (are_points and name.startswith("(") and _NAME.fullmatch(name.strip())):
+            parse(name)  # raises for x \\not
         name = re.sub(r"\s", "", name)
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)

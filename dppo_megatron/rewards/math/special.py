@@ -18,6 +18,8 @@ from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
 WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
+_GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
+_PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
 _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
@@ -148,12 +150,13 @@ def read_words(text: str) -> Answer:
 def as_words(text: str) -> answers.Words | None:
     """The text as words, even if it could be read as mathematics; None if it has mathematical signs."""
     plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9:' -]+", plain) else None
+    return answers.Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain) else None
 
 
 def plain_words(text: str) -> str:
-    text = WRAPPED_TEXT.sub(r"\1", text) if "text" in text else text
-    return " ".join(re.sub(r"[.,;!\"'`“”]|(?<!\d):|:(?!\d\d)", " ", text).lower().split())
+    """Without punctuation, but with decimal points and the primes of letters: less than 1.5, point A'."""
+    text = _GROUPING.sub("", WRAPPED_TEXT.sub(r" \1 ", text) if "text" in text else text)
+    return " ".join(_PUNCTUATION.sub(" ", text).lower().split())
 
 
 def _based(digits: str, base: int) -> Answer:
