@@ -338,7 +338,8 @@ def _stats(path: Path, manifest: Manifest) -> Stats:
 def _sums_of_rank(folder: Path) -> dict[str, tuple[int, str]] | str:
     """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
-        return sums(folder, sorted(path.name for path in folder.iterdir() if _writer(path.name) == dist.get_rank()))
+        mine = [path for path in folder.rglob("*") if not path.is_dir() and _writer(path.name) == dist.get_rank()]
+        return sums(folder, sorted(str(path.relative_to(folder)) for path in mine))
     except OSError as error:
         return f"rank {dist.get_rank()}: {error}"
 
