@@ -286,9 +286,12 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     """What may differ is listed, what may not is refused by name, and can be permitted."""
     config = job_config(files, tmp_path / "run")
     before = config_values(config)
-    changed = job_config(files, tmp_path / "run", eval__every_steps=2, actor__layout__tensor_parallel=2)
+    parts = {"actor__recompute": "selective", "actor__recompute_modules": "[mlp]"}
+    changed = job_config(files, tmp_path / "run", eval__every_steps=2, actor__layout__tensor_parallel=2, **parts)
     assert check_changes(changed, before, "x") == [
         "actor.layout.tensor_parallel: 1 -> 2",
+        "actor.recompute: 'none' -> 'selective'",
+        "actor.recompute_modules: ['core_attn'] -> ['mlp']",
         "eval.every_steps: 0 -> 2",
     ]
     stages = {"actor__layout__pipeline_parallel": 4}

@@ -163,7 +163,7 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = field(default="none", metadata=FREE_AT_RESUME)
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"], metadata=FREE_AT_RESUME)
     """What recompute=selective recomputes, by Megatron's names: core_attn, mlp, moe; with Transformer Engine also
     moe_act (grouped experts) and layernorm."""
     offload: Literal["auto", "none", "optimizer", "all"] = field(default="auto", metadata=FREE_AT_RESUME)
