@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -164,9 +163,10 @@ def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: di
     inner = part.get("optimizer", part)
     params = [group["params"] for group in inner["param_groups"]]
     step = {key: value for key, value in saved.items() if key == "common_step"}
-    filled = {
+    params += [[]] * (len(groups) - len(params))
+    filled: dict[Any, Any] = {
         "state": inner["state"] | step,
-        "param_groups": [group | {"params": own} for group, own in zip_longest(groups, params, fillvalue=[])],
+        "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
     }
     return part | {"optimizer": inner | filled} if "optimizer" in part else filled
 

@@ -97,12 +97,12 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
 
 def _never(old: dict[str, Any], now: dict[str, Any], no_reference: tuple[str, ...]) -> tuple[str, ...]:
     """Settings and sections that may not change between these settings, whatever is permitted."""
-    never = _NEVER
+    never = list(_NEVER)
     if "fit" in [values["pruning"]["prompt"]["score"] for values in (old, now)]:  # other scores cannot use fit's state
-        never += ("pruning.prompt.score",)
+        never.append("pruning.prompt.score")
     if not now["actor"]["optimizer"]["distributed"]:  # which alone saves the same state for both types
-        never += ("model.dtype",)
-    return never + no_reference if now["actor"]["lora"]["rank"] else never  # adapters allow no reference_path
+        never.append("model.dtype")
+    return (*never, *(no_reference if now["actor"]["lora"]["rank"] else ()))  # adapters allow no reference_path
 
 
 def _keeps_reference(values: dict[str, Any]) -> bool:

@@ -241,7 +241,7 @@ class CheckpointConfig:
     checkpoint; once run_dir has checkpoints of its own, the same as `auto`."""
     may_change: list[str] = field(default_factory=list)
     """More settings or sections that may differ from those of the run that is resumed, such as
-    [actor.optimizer.learning_rate]; docs/checkpoints.md lists those that always may. Pruning methods never may."""
+    [actor.optimizer.learning_rate]; docs/checkpoints.md lists those that always may, and those that never may."""
 
 
 @dataclass
