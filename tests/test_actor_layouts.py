@@ -15,8 +15,10 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import TokenBatch, TokenLoss, clipped_surrogate
+from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.types import PackPlan, TrainSample
+from dppo_megatron.types import PackPlan, TrainSample, UserError
+from dppo_megatron.weights.architecture import read_architecture
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +134,20 @@ def test_experts_agree_with_one_process(moe_path: Path, moe_reference: dict, par
     """The same for a mixture of experts, whose routed tokens cross ranks."""
     results = run_ranks(_train, parallel.world_size, moe_path, parallel, "packed")
     _assert_same(results[0], moe_reference, bound=3e-5)
+
+
+def test_a_stage_of_dense_layers_agrees_with_one_process(tmp_path: Path) -> None:
+    """GLM's first layer has no experts, and is a stage of its own. Where ranks share experts it is refused: these then
+    have an optimizer of their own, which would have no step to save."""
+    path = write_model(tmp_path, family="glm4_moe", vocab_size=VOCAB, first_k_dense_replace=1)
+    alone = Parallel(pp=2, uneven=(("num_layers_in_first_pipeline_stage", 1),), distributed_optimizer=True)
+    architecture, actor = read_architecture(path), ActorConfig(layout=alone.layout, megatron=dict(alone.uneven))
+    architecture.check_layout(actor)
+    results = run_ranks(_train, 2, path, alone, "packed")
+    _assert_same(results[0], run_ranks(_train, 1, path, Parallel(), "packed")[0], bound=3e-5)
+    actor.layout.expert_parallel = 2
+    with pytest.raises(UserError, match="stage 0 would have no layer with experts"):
+        architecture.check_layout(actor)
 
 
 @pytest.mark.parametrize("kind", ["unpacked", "shuffled"])

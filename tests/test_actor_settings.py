@@ -38,7 +38,14 @@ from dppo_megatron.actor.overrides import DECIDED, ELSEWHERE, RECIPES, REFUSED, 
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config import load_config
 from dppo_megatron.config.checks import Purpose
-from dppo_megatron.config.schema import INTERLEAVED_GROUP, UNEVEN_STAGES, ActorConfig, ObjectiveConfig, OptimizerConfig
+from dppo_megatron.config.schema import (
+    INTERLEAVED_GROUP,
+    UNEVEN_STAGES,
+    ActorConfig,
+    LoraConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -377,6 +384,10 @@ def test_names_of_other_programs_are_known() -> None:
         ({"megatron": {"fp8": "hybrid"}}, "is decided by actor.fp8"),
         ({"megatron": {"apply_rope_fusion": True}}, "rotary embedding is this program's own"),
         ({"ddp": {"use_distributed_optimizer": False}}, "is decided by"),
+        (
+            {"lora": LoraConfig(rank=2, experts=True), "megatron": {"moe_grouped_gemm": True}},
+            "actor.megatron.moe_grouped_gemm: adapters on experts need",
+        ),
     ],
     ids=str,
 )

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from support.launch import run_ranks
+from support.launch import RankError, run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.algorithms.objectives import supervised
@@ -457,6 +457,28 @@ def _refusal(model: Path, directory: Path) -> str:
     except UserError as error:
         return str(error)
     return "loaded"
+
+
+def test_a_model_of_another_size_is_a_sentence(saved: Path, tmp_path: Path) -> None:
+    """`checkpoint.may_change=[model.hf_path]` is for a copy of the same model; torch's exception is a traceback."""
+    [said] = run_ranks(_refusal, 1, write_model(tmp_path / "wider", intermediate_size=96), saved / "step_000002")
+    assert "step_000002': the run that wrote it trained another model: Global shape mismatch" in said
+    assert "\n" not in said and "for key " in said
+
+
+def test_a_folder_of_chat_templates_is_part_of_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    """With a checksum of its own; transformers keeps all templates but the default one there."""
+    source, template = tmp_path / "model", "additional_chat_templates/tool_use.jinja"
+    shutil.copytree(model, source)
+    (source / template).parent.mkdir()
+    (source / template).write_text("{{ messages }}")
+    run_ranks(_save_steps, 2, source, tmp_path / "checkpoints", Parallel(tp=2), [1], {})
+    saved = tmp_path / "checkpoints" / "step_000001"
+    assert (saved / template).read_text() == "{{ messages }}"
+    assert run_ranks(_refusal, 1, source, saved) == ["loaded"]
+    (saved / template).write_text("{{ messages[0] }}")
+    with pytest.raises(RankError, match=r"tool_use\.jinja has 17 bytes instead of 14"):
+        run_ranks(_refusal, 1, source, saved)
 
 
 @pytest.mark.parametrize("how", PLANTED)

@@ -100,6 +100,9 @@ def _reload_and_save(source: Path, converted: Path, resaved: Path, parallel: Par
 def test_round_trip_through_megatron_at_every_layout(tmp_path: Path, family: str, tied: bool) -> None:
     """HF -> Megatron -> (loaded and saved at a layout) -> HF gives every byte back, and logits are transformers'."""
     source = write_model(tmp_path / "source", family=family, tie_word_embeddings=tied)
+    template = Path("additional_chat_templates", "tool_use.jinja")  # where transformers keeps all but the default one
+    (source / template).parent.mkdir()
+    (source / template).write_text("{{ messages }}")
     assert _convert("to-megatron", "--hf", source, "--out", tmp_path / "megatron", "--verify") == 0
     expected = hf_logprobs(AutoModelForCausalLM.from_pretrained(source).eval(), SAMPLES)
     for parallel in LAYOUTS[family][: 1 if tied else None]:
@@ -114,6 +117,7 @@ def test_round_trip_through_megatron_at_every_layout(tmp_path: Path, family: str
         small = ("--hf", source, "--shard-gb", "0.0001", "--verify")
         assert _convert("to-hf", "--checkpoint", resaved, "--out", back, *small) == 0
         assert (back / "model.safetensors.index.json").is_file()
+        assert (back / template).read_text() == (tmp_path / "megatron" / template).read_text() == "{{ messages }}"
         _assert_byte_equal(back, source)
 
 

@@ -404,6 +404,8 @@ MOVES = [
         Parallel(dp=2, distributed_optimizer=True),
         Parallel(tp=2, ep=2, etp=1, distributed_optimizer=True),
     ),
+    ("moe_whole", Parallel(), Parallel(dp=2, ep=2)),
+    ("moe_whole", Parallel(dp=2, ep=2), Parallel()),
 ]
 
 
@@ -420,6 +422,41 @@ def test_resumed_at_another_layout(
     assert moved.keys() == went_on.keys()
     for key, value in went_on.items():
         torch.testing.assert_close(moved[key], value, rtol=0, atol=3e-4, msg=key)
+
+
+def _passed_on(path: Path, parallel: Parallel, taken: Path, directory: Path) -> dict[str, torch.Tensor]:
+    """An actor takes a checkpoint and saves it again: what is in that one."""
+    actor = build_actor(path, parallel)
+    actor.freeze_reference()
+    load_checkpoint(taken, actor)
+    store = CheckpointStore(directory, assets=path, run="r", keep=1, async_save=False)
+    store.save(actor, {}, describe(1, {}, run="r"))
+    store.finalize(blocking=True)
+    return _held(directory / "step_000001")
+
+
+def _held(checkpoint: Path) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    tensors = dist_checkpointing.load_plain_tensors(str(checkpoint))
+    saved = tensors.pop("actor")["optimizer"]  # what is no tensor
+    parts = [saved[key] for key in (0, 1) if key in saved] or [saved]
+    return tensors | {"steps": torch.tensor([part["optimizer"]["state"]["common_step"] for part in parts]).unique()}
+
+
+def test_16_bit_state_without_the_distributed_optimizer(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its parts have another form than those of float32. To expert-parallel ranks and back, every bit is kept; updates
+    would not show it, as 16-bit gradients differ between layouts."""
+    whole, split = Parallel(dtype=torch.bfloat16), Parallel(dp=2, ep=2, dtype=torch.bfloat16)
+    path, at = models["moe_whole"], [tmp_path / name for name in ("first", "split", "whole")]
+    run_ranks(_saved, 1, path, whole, LoraConfig(), at[0])
+    held = [run_ranks(_held, 1, at[0] / "step_000001")[0]]
+    for parallel, taken, written in ((split, at[0], at[1]), (whole, at[1], at[2])):
+        held += run_ranks(_passed_on, parallel.world_size, path, parallel, taken / "step_000001", written)[:1]
+    assert held[0]["steps"].tolist() == [1] and any("exp_avg_sq" in key for key in held[0])
+    for other in held[1:]:
+        assert other.keys() == held[0].keys()
+        assert [key for key, value in held[0].items() if not torch.equal(other[key], value)] == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

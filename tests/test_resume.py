@@ -23,7 +23,7 @@ from support.killing import Kill, arm, run_killed, run_whole, train_or_die
 from support.launch import RankError, run_ranks
 
 from dppo_megatron.config import load_config
-from dppo_megatron.config.changes import FREE, check_changes, config_values
+from dppo_megatron.config.changes import FREE, check_changes, config_values, saved_values
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.pruning.prompt_score import FittedScore
@@ -286,9 +286,12 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
     """What may differ is listed, what may not is refused by name, and can be permitted."""
     config = job_config(files, tmp_path / "run")
     before = config_values(config)
-    changed = job_config(files, tmp_path / "run", eval__every_steps=2, actor__layout__tensor_parallel=2)
+    parts = {"actor__recompute": "selective", "actor__recompute_modules": "[mlp]"}
+    changed = job_config(files, tmp_path / "run", eval__every_steps=2, actor__layout__tensor_parallel=2, **parts)
     assert check_changes(changed, before, "x") == [
         "actor.layout.tensor_parallel: 1 -> 2",
+        "actor.recompute: 'none' -> 'selective'",
+        "actor.recompute_modules: ['core_attn'] -> ['mlp']",
         "eval.every_steps: 0 -> 2",
     ]
     stages = {"actor__layout__pipeline_parallel": 4}
@@ -324,32 +327,64 @@ def test_changed_settings(files: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "was", "value", "refused"),
     [
-        ("prompt.method", "dppo", "none", True),
-        ("prompt.method", "dppo", "dppo_auto", True),
-        ("completion.method", "dppo", "none", True),
-        ("prompt.score", "fit", "rms", True),
-        ("prompt.score", "beta", "fit", True),
-        ("prompt.score", "beta", "rms", False),
-        ("prompt.discount", "0.5", "0.6", False),
+        ("pruning.prompt.method", "dppo", "none", True),
+        ("pruning.prompt.method", "dppo", "dppo_auto", True),
+        ("pruning.completion.method", "dppo", "none", True),
+        ("pruning.prompt.score", "fit", "rms", True),
+        ("pruning.prompt.score", "beta", "fit", True),
+        ("pruning.prompt.score", "beta", "rms", False),
+        ("pruning.prompt.discount", "0.5", "0.6", False),
+        ("actor.lora.targets", "[all-linear]", "[q_proj,k_proj,v_proj]", True),
+        ("actor.lora.alpha", "32", "16", True),
+        ("actor.lora.rank", "3", "4", True),
+        ("actor.optimizer.distributed", "true", "false", True),
+        ("model.dtype", "float32", "bfloat16", False),
     ],
 )
 def test_no_permission_carries_a_policys_state_to_another(
     files: Path, tmp_path: Path, key: str, was: str, value: str, refused: bool
 ) -> None:
-    """Whose state would be refused with the servers and the actor up. What does not fit is not advised either."""
-    name = f"pruning.{key}"
-    setting = f"pruning__{key.replace('.', '__')}"
-    before = config_values(job_config(files, tmp_path / "run", **{setting: was}))
-    for permitted in ("[]", "[pruning]", f"[{name},seed]"):
-        now = job_config(files, tmp_path / "run", checkpoint__may_change=permitted, seed=7, **{setting: value})
+    """Whose state would be refused with the servers and the actor up, or dropped in silence, as learned adapters were.
+    What does not fit is not advised either."""
+    setting = key.replace(".", "__")
+    extra: dict[str, Any] = {"actor__lora__rank": 8} if "lora" in key else {}
+    before = config_values(job_config(files, tmp_path / "run", **extra | {setting: was}))
+    for permitted in ("[]", f"[{key.partition('.')[0]}]", f"[{key},seed]"):
+        extra |= {setting: value, "checkpoint__may_change": permitted, "seed": 7}
+        now = job_config(files, tmp_path / "run", **extra)
         if permitted.endswith(",seed]") and not refused:
             assert len(check_changes(now, before, "x")) == 2
             continue
         with pytest.raises(UserError) as error:
             check_changes(now, before, "x")
         said = str(error.value)
-        assert (f"under another {name} cannot be taken over" in said) == refused
-        assert ("may_change" in said) != refused and (f"{name}: " in said) == (refused or permitted == "[]")
+        assert (f"under another {key} cannot be taken over" in said) == refused
+        assert ("may_change" in said) != refused and (f"{key}: " in said) == (refused or permitted == "[]")
+
+
+def test_a_reference_policy_that_the_checkpoint_lacks(files: Path, tmp_path: Path) -> None:
+    """A KL term that begins later needs a path, which is advised, and then resumes; adapters allow none. Nor can
+    another type of number be permitted without the distributed optimizer."""
+    run_whole(files, tmp_path / "run", 1, SHORT | {"steps": 1})
+    before = saved_values(tmp_path / "run" / "config.yaml")
+    later = SHORT | {"steps": 2, "objective__kl__coef": 0.1}
+    for permitted in ("[steps]", "[objective]"):
+        with pytest.raises(UserError, match="the checkpoint holds no reference policy") as error:
+            check_changes(job_config(files, tmp_path / "run", **later, checkpoint__may_change=permitted), before, "x")
+    advised = "[objective.kl.coef,objective.kl.reference_path]"
+    assert f"checkpoint.may_change={advised} (with objective.kl.reference_path" in str(error.value)
+    later |= {"checkpoint__may_change": advised, "objective__kl__reference_path": files / "model"}
+    run_whole(files, tmp_path / "run", 1, later)
+    assert read_metrics(tmp_path / "run")[-1]["train/kl"] >= 0
+    alone = {"actor__optimizer__distributed": "false"}
+    for extra, changed in (
+        ({"actor__lora__rank": 2}, {"objective__kl__coef": 0.1}),
+        (alone, {"model__dtype": "bfloat16"}),
+    ):
+        before = config_values(job_config(files, tmp_path / "run", **extra))
+        extra = extra | changed | {"checkpoint__may_change": "[objective,model]"}
+        with pytest.raises(UserError, match="cannot be taken over, whatever is permitted"):
+            check_changes(job_config(files, tmp_path / "run", **extra), before, "x")
 
 
 def test_state_of_another_version_is_refused(files: Path, tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def overrides(
     architecture: Architecture, dtype: torch.dtype, config: ActorConfig, spec: LayerSpec
 ) -> tuple[Overrides, Overrides]:
     """What Megatron's configurations of the model and of its data parallelism are built from."""
+    if config.lora.experts and config.megatron.get("moe_grouped_gemm"):
+        raise UserError("actor.megatron.moe_grouped_gemm: adapters on experts need a linear layer each; leave it out")
     ours, ours_for_ddp = _settings(architecture, dtype, config, spec), _ddp_settings(config, dtype)
     cls = TransformerConfig if architecture.latent is None else MLATransformerConfig
     return (

@@ -136,15 +136,39 @@ def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any,
     """
     count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
     numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
-    settings = [part for part in (loaded, *numbered) if "optimizer" in part]
     tensors = [loaded] if count == 1 else numbered
-    if len(settings) == count or not all("param_state" in part for part in tensors):  # no change, or not distributed
+    is_distributed = all("param_state" in part for part in tensors)
+    held = [part for part in (loaded, *numbered) if ("optimizer" in part if is_distributed else _has_settings(part))]
+    if len(held) in (0, count):  # no change
         return loaded
-    saved = [group for part in settings for group in part["optimizer"]["param_groups"]]
+    settings = [part.get("optimizer", part) for part in held]
+    saved = [group for part in settings for group in part["param_groups"]]
     groups = [group | {"is_expert_parallel": is_expert} for is_expert in (False, True) for group in saved]
-    common = settings[0] | {"optimizer": settings[0]["optimizer"] | {"param_groups": groups}}
-    parts = [common | {"param_state": part["param_state"]} for part in tensors]
+    if is_distributed:
+        common = held[0] | {"optimizer": settings[0] | {"param_groups": groups}}
+        parts = [common | {"param_state": part["param_state"]} for part in tensors]
+    else:
+        parts = [_with_settings(part, groups, settings[0]["state"]) for part in tensors]
     return parts[0] if count == 1 else dict(enumerate(parts))
+
+
+def _has_settings(part: dict[Any, Any]) -> bool:
+    """Whether a part without the distributed optimizer was saved with this number; else it has only tensors."""
+    return any("lr" in group for group in part.get("optimizer", part).get("param_groups", ()))
+
+
+def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: dict[Any, Any]) -> dict[Any, Any]:
+    """A part without the distributed optimizer, in bfloat16 with an inner "optimizer". Megatron finds a group's
+    settings by the group's kind, but its parameters by its place in the list."""
+    inner = part.get("optimizer", part)
+    params = [group["params"] for group in inner["param_groups"]]
+    step = {key: value for key, value in saved.items() if key == "common_step"}
+    params += [[]] * (len(groups) - len(params))
+    filled: dict[Any, Any] = {
+        "state": inner["state"] | step,
+        "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
+    }
+    return part | {"optimizer": inner | filled} if "optimizer" in part else filled
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -267,7 +267,10 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
             # not checked here whether the ranks' shards fit together: the next save does that
             loaded = dist_checkpointing.load(template, str(directory), validate_access_integrity=False)
     except (pickle.UnpicklingError, CheckpointException) as error:
-        if "weights_only" not in str(error):
+        if "Global shape mismatch" in (said := str(error)):
+            shapes = said.splitlines()[-1].partition(": ")[2]
+            raise UserError(f"'{directory}': the run that wrote it trained another model: {shapes}") from None
+        if "weights_only" not in said:
             raise
         raise UserError(f"'{directory}' cannot be loaded: it holds a pickle that would have to run code") from None
     actor.load_sharded_state(loaded["actor"])
@@ -335,7 +338,8 @@ def _stats(path: Path, manifest: Manifest) -> Stats:
 def _sums_of_rank(folder: Path) -> dict[str, tuple[int, str]] | str:
     """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
-        return sums(folder, sorted(path.name for path in folder.iterdir() if _writer(path.name) == dist.get_rank()))
+        mine = [path for path in folder.rglob("*") if not path.is_dir() and _writer(path.name) == dist.get_rank()]
+        return sums(folder, sorted(str(path.relative_to(folder)) for path in mine))
     except OSError as error:
         return f"rank {dist.get_rank()}: {error}"
 

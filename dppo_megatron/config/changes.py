@@ -39,8 +39,10 @@ rounding, except that `pruning.completion.fill_slack` draws other completions, b
 Another `steps` shifts what is scheduled over the whole run (decaying learning rates, annealed pruning)."""
 
 
-_METHODS = ("pruning.prompt.method", "pruning.completion.method")
-"""Settings that may never change: the checkpoint holds the state of these policies."""
+_NEVER = ("pruning.prompt.method", "pruning.completion.method", "actor.lora", "actor.optimizer.distributed")
+"""Settings that may never change: the state in the checkpoint is of their kind. Adapters of other targets would lose
+learned ones, and another alpha would rescale them, in silence."""
+_REFERENCE = ("objective.kl.coef", "objective.kl.reference_path")
 _ONLY_IF = {
     "model.hf_path": "model.hf_path only for a copy of the same model: weights come from the checkpoint",
     "data.train_": "data.train_* only for as many problems",
@@ -66,19 +68,21 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     allowed: list[tuple[str, str]] = []
     refused: list[tuple[str, str]] = []
     old = config_values(config_from_values(before, where))
-    scores = [values["pruning"]["prompt"]["score"] for values in (old, now)]
-    never = (*_METHODS, "pruning.prompt.score") if "fit" in scores else _METHODS  # other scores cannot use fit's state
+    no_reference = _REFERENCE if _keeps_reference(now) and not _keeps_reference(old) else ()
+    never = _never(old, now, no_reference)
     harmless = ("observe", "actor.fp8_param")  # retired settings that never influenced a draw
     gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, harmless)}
     lines = [(key, f"{key}: {value!r} -> no setting now") for key, value in gone.items() if value != RETIRED[key]]
     for key, line in sorted([*_differences(old, now), *lines]):
-        may = key not in never and _under(key, (*FREE, *config.checkpoint.may_change))
+        may = not _under(key, (*never, *no_reference)) and _under(key, (*FREE, *config.checkpoint.may_change))
         (allowed if may else refused).append((key, line))
     if refused:
-        keys = ",".join(key for key, _ in refused)
+        keys = ",".join(dict.fromkeys((*(key for key, _ in refused), *no_reference)))
         only = "; ".join(what for start, what in _ONLY_IF.items() if any(key.startswith(start) for key, _ in refused))
+        if no_reference:
+            only += "; " * bool(only) + "with objective.kl.reference_path: the checkpoint holds no reference policy"
         how = f"choose another run_dir, or permit it with checkpoint.may_change=[{keys}]{f' ({only})' if only else ''}"
-        if of_methods := [key for key, _ in refused if key in never]:
+        if of_methods := [key for key, _ in refused if _under(key, never)]:
             how = (
                 "or begin a new run_dir (model.hf_path may be the old run's hf/): what was learned under another"
                 f" {' and '.join(of_methods)} cannot be taken over, whatever is permitted"
@@ -89,6 +93,22 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
         )
     unread = {"model.hf_path": "; the weights stay the checkpoint's"}
     return [line + unread.get(key, "") for key, line in allowed if not _under(key, ("checkpoint", "run_dir"))]
+
+
+def _never(old: dict[str, Any], now: dict[str, Any], no_reference: tuple[str, ...]) -> tuple[str, ...]:
+    """Settings and sections that may not change between these settings, whatever is permitted."""
+    never = list(_NEVER)
+    if "fit" in [values["pruning"]["prompt"]["score"] for values in (old, now)]:  # other scores cannot use fit's state
+        never.append("pruning.prompt.score")
+    if not now["actor"]["optimizer"]["distributed"]:  # which alone saves the same state for both types
+        never.append("model.dtype")
+    return (*never, *(no_reference if now["actor"]["lora"]["rank"] else ()))  # adapters allow no reference_path
+
+
+def _keeps_reference(values: dict[str, Any]) -> bool:
+    """Whether a run with these settings keeps its reference policy in checkpoints."""
+    kl = values["objective"]["kl"]
+    return bool(kl["coef"]) and not kl["reference_path"]
 
 
 def saved_values(path: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class ActorConfig:
     recompute: Literal["none", "selective", "full"] = field(default="none", metadata=FREE_AT_RESUME)
     """Activation recomputation: `full` recomputes every layer in the backward pass, `selective` only the parts of
     each layer that recompute_modules names."""
-    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"], metadata=FREE_AT_RESUME)
     """What recompute=selective recomputes, by Megatron's names: core_attn, mlp, moe; with Transformer Engine also
     moe_act (grouped experts) and layernorm."""
     offload: Literal["auto", "none", "optimizer", "all"] = field(default="auto", metadata=FREE_AT_RESUME)
@@ -241,7 +241,7 @@ class CheckpointConfig:
     checkpoint; once run_dir has checkpoints of its own, the same as `auto`."""
     may_change: list[str] = field(default_factory=list)
     """More settings or sections that may differ from those of the run that is resumed, such as
-    [actor.optimizer.learning_rate]; docs/checkpoints.md lists those that always may. Pruning methods never may."""
+    [actor.optimizer.learning_rate]; docs/checkpoints.md lists those that always may, and those that never may."""
 
 
 @dataclass

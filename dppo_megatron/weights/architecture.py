@@ -182,7 +182,8 @@ class Architecture:
             if size % tp:
                 raise UserError(f"{where}: the model's {what} {size} does not divide by it")
         stages = split_layers(self.num_layers, actor)
-        self._check_stages(stages)
+        if layout.expert_parallel > 1:
+            self._check_stages(stages)
         self._check_experts(layout)
         check_optimizers(stages, actor)
 
@@ -214,7 +215,8 @@ class Architecture:
             )
 
     def _check_stages(self, stages: Stages) -> None:
-        """Refuse a stage with only dense layers: its optimizer of experts would have no step to save."""
+        """Refuse a stage with only dense layers where experts have an optimizer of their own: there it would have no
+        step to save."""
         mixtures, layer = [0] * len(stages), 0
         for chunk in range(len(stages[0])):
             for stage, sizes in enumerate(stages):

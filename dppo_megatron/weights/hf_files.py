@@ -42,7 +42,7 @@ INPUT_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest size of a written file, as in transformers; only a file with a single larger tensor exceeds it."""
 
-_NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja")
+_NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -315,7 +315,9 @@ def assets(source: str | Path) -> list[Path]:
 def copy_assets(source: str | Path, target: Path) -> None:
     """Copy the `assets` of `source` into `target`. Raises UserError as `assets` does."""
     for path in assets(source):
-        shutil.copy(path, target / path.name)
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
 
 
 def check_space(directory: Path, num_bytes: int) -> None:
