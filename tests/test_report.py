@@ -545,6 +545,35 @@ def test_in_a_browser_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver
 
 
 @pytest.mark.slow
+def test_in_a_browser_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
+    """Each plot has a mark that is seen. A score alone has no arrow, and one of a set that was added at a resume is
+    compared with that of the resume, as in summary.json."""
+    record = read_run(write_record(tmp_path / "one", 1, sampled=[1]))
+    record.columns |= {"eval/other/pass@1": [0.25, 0.29], "eval/once/pass@1": [0.5, None]}
+    record.summary = {"eval_before": {"math": 0.2, "other": 1 / 3, "once": 0.5}, "eval_before_step": {"other": 4}}
+    write_page(tmp_path / "report.html", [record])
+    first = driver.current_window_handle
+    driver.switch_to.new_window("window")
+    try:
+        _open(driver, tmp_path / "report.html")
+        driver.execute_script("drawAll()")
+        assert _wait(driver, "charts.every(one => one.plot.querySelector('.main-svg'))")
+        unseen = driver.execute_script(
+            "return charts.filter(one =>"
+            " ![...one.plot.querySelectorAll('.trace path')].map(path => path.getBoundingClientRect())"
+            ".some(({ width, height }) => width > 1 && height > 1)).map(one => one.plot.ariaLabel)"
+        )
+        assert unseen == []
+        cells = driver.execute_script("return document.querySelectorAll('.runs tbody td')[4].innerText.split('\\n')")
+        assert cells == ["math 20.0 % → 60.0 % ± 3.0", "other 33.3 % (step 4) → 29.0 %", "once 50.0 %"]
+        told = driver.execute_script("return [59.96, 119.6, 3599.7, 7260].map(duration)")
+        assert told == ["1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+
+
+@pytest.mark.slow
 def test_in_a_browser_for_everyone(page: Any) -> None:
     """Every control has a name, every figure a description, headings come in order, and text can be told from its
     ground: WCAG's contrast of 4.5, in both themes."""
