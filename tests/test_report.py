@@ -127,6 +127,13 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no step yet"):
         read_run(run)
+    capsys.readouterr()
+    assert main(["report", str(run)]) == 2 and f"dppo-megatron watch {run}" in capsys.readouterr().err
+    good, out = write_record(tmp_path / "good", 2), tmp_path / "both.html"
+    assert main(["report", str(run), str(good), "--out", str(out)]) == 0
+    assert "holds no step yet; it is left out" in capsys.readouterr().err
+    assert [one["name"] for one in json.loads(unpacked(out)["report-data"])["runs"]] == ["good"]
+    assert main(["report", str(run), str(run), "--out", str(out)]) == 2
 
 
 def test_standard_error_is_that_of_the_group_means() -> None:
@@ -214,12 +221,17 @@ def test_tokens_a_second_of_what_is_generated_beside_the_rest(
 
 
 def test_a_bias_is_told_once(tmp_path: Path) -> None:
-    """As the mean over the steps; a step without gradient has none, and adds no note."""
+    """As the mean over the steps; a step without gradient has none, and adds no note. Of a note with numbers, the last
+    step's stays."""
     rows = [LedgerRow("any", 0.5, "biased", "a rule").with_bias(size) for size in (0.9, 3.8, None)]
     lines = [{"step": k, "prune/ledger": [asdict(row)]} for k, row in enumerate(rows, 1)]
     assert [row.note for row in rows] == ["a rule; bias about 90 %", "a rule; bias about 380 %", "a rule"]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert findings(read_run(tmp_path))[0].text == "any changes the expected gradient (bias 240 %): a rule"
+    for k, line in enumerate(lines, 1):
+        line["prune/ledger"] = [asdict(LedgerRow("any", 0.5, "unbiased", f"lowers the rate to 0.{k}"))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).ledger[0]["notes"] == ["lowers the rate to 0.3"]
 
 
 def test_percent_is_never_a_power_of_ten() -> None:
