@@ -183,6 +183,31 @@ def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_
     assert resumed == as_one and as_one.completions_trained < as_one.completions_generated
 
 
+def test_steps_before_and_after_a_change_are_not_replayed_together(files: Path, tmp_path: Path) -> None:
+    """The first line keeps the settings that the run began with. What the selection does not depend on may change."""
+
+    def run(**extra: Any) -> None:
+        def job() -> None:
+            with Run(prepare_job(job_config(files, tmp_path / "run", **extra), 1)) as run:
+                train(run)
+
+        run_ranks(job, 1)
+
+    path, may = tmp_path / "run" / "trace.jsonl", "[rollout.prompts_per_step,actor.optimizer,pruning]"
+    other = {"checkpoint__may_change": may, "actor__optimizer__learning_rate": 1e-5}
+    run(steps=1)
+    run(steps=2, **other)
+    before = job_config(files, tmp_path / "run").rollout.prompts_per_step
+    run(steps=3, **other, rollout__prompts_per_step=before // 2, pruning__prompt__rate=0.125)
+    changed = [json.loads(line).get("changed") for line in path.read_text().splitlines()]
+    assert changed == [None, None, None, {"prompts_per_step": before // 2, "pruning.prompt.rate": 0.125}]
+    told = rf"trace\.jsonl:4: step 3 .* prompts_per_step = {before // 2}, pruning\.prompt\.rate = 0\.125"
+    with pytest.raises(UserError, match=told):
+        read_trace(str(path))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert [one.step for one in read_trace(str(path)).steps] == [1, 2]
+
+
 def test_a_predicted_divisor_shortens_the_gradient_once() -> None:
     """Answers that get longer, of which T0 tokens are predicted where there are T, and a method that drops only what
     has no gradient: each coefficient is W T / T0 of the full batch's. The gradient is as long, and no noisier."""
