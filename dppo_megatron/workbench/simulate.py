@@ -237,7 +237,7 @@ def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, o
 
 
 def _shown(trace: Trace, method: str, selector: Selector) -> Iterator[TracedStep]:
-    """The steps of the trace, with `selector` brought to the prompts of each: a trace of bounded size has lost its first
+    """The steps of the trace, with `selector` brought to the prompts of each: one of bounded size has lost its first
     steps, a damaged one any."""
     before = 0
     with progress(f"simulating {method}", len(trace.steps), "steps") as advance:

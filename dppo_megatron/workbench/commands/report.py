@@ -10,7 +10,6 @@ A run may be finished, running or crashed (docs/report.md); of several, one with
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
@@ -41,11 +40,9 @@ def execute(arguments: argparse.Namespace) -> int:
             try:
                 records.append(read_run(run))
             except NoStep as error:
-                if len(runs) == 1:
-                    raise UserError(f"{error}; dppo-megatron watch {shlex.quote(str(run))} shows its state") from None
                 show(f"warning: {error}; it is left out", file=sys.stderr)
     if not records:
-        raise UserError("none of these runs has a step yet")
+        raise UserError("there is no step to report; dppo-megatron watch RUN shows what a run is doing")
     with progress(f"writing {out}"):
         write_page(out, records)
     show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
