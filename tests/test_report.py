@@ -560,7 +560,7 @@ def test_in_a_browser_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver
 def test_in_a_browser_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
     """Each plot has a mark that is seen. A score alone has no arrow, and one of a set that was added at a resume is
     compared with that of the resume, as in summary.json."""
-    record = read_run(write_record(tmp_path / "one", 1, sampled=[1]))
+    record = read_run(write_record(tmp_path / "one", 1, sampled=range(1, 2)))
     record.columns |= {"eval/other/pass@1": [0.25, 0.29], "eval/once/pass@1": [0.5, None]}
     record.summary = {"eval_before": {"math": 0.2, "other": 1 / 3, "once": 0.5}, "eval_before_step": {"other": 4}}
     write_page(tmp_path / "report.html", [record])
