@@ -48,7 +48,7 @@ from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.freed_memory import FreedMemory
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
-from dppo_megatron.steps.trace import trace_header, trace_seconds, write_features
+from dppo_megatron.steps.trace import changed_since, trace_header, trace_seconds, write_features
 from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -219,7 +219,9 @@ class Run:
         if self._files and record.counts:
             self._files.begin_step()
             self.summary.add(record.counts, record.metrics)
-            self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)})
+            self._files.write(
+                "trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)} | self._trace_changed
+            )
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
         self._write_metrics(step.number, record.line(), scores, step.samples)
@@ -366,12 +368,10 @@ class Run:
         """Open the record, truncated to the step that this run resumes from. On rank 0."""
         own = self._origin if self._origin is not None and self._origin.own else None
         assert self._files is not None
-        self._files.open_record(
-            self._config,
-            trace_header(job.config, set_sizes(job.train_sets), job.prompt_features, dist.get_world_size()),
-            own.step if own is not None else None,
-            own.record_sums if own is not None else {},
-        )
+        header = trace_header(job.config, set_sizes(job.train_sets), job.prompt_features, dist.get_world_size())
+        step, sums = (own.step, own.record_sums) if own is not None else (None, {})
+        self._files.open_record(self._config, header, step, sums)
+        self._trace_changed = changed_since(self._directory / "trace.jsonl", header)
         write_features(self._directory, job.prompt_features)
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 

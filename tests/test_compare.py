@@ -234,10 +234,17 @@ def test_what_the_job_does_under_every_method_is_no_method_s_bias() -> None:
     assert lines[-1] == "Methods that change the expected gradient: none."
 
 
-def test_two_evaluations_show_no_noise_and_give_no_factor() -> None:
+@pytest.mark.parametrize("points", [2, 3])
+def test_few_evaluations_show_no_noise_and_give_no_factor(points: int) -> None:
+    """Nor is the untrained model a part of the end; the reason is that of the evaluations, not of the baseline."""
     arms = parse_arms("grpo,dppo", _config(), 1.0)
-    verdict = judge([_run("grpo", 0, 2.0, 1.0, points=2), _run("dppo", 0, 2.0, 0.5, points=2)], arms)
-    assert all(one is None or one.is_noise for one in verdict.arms[1].factors["train_cpu_s"].values())
+    runs = [_run("grpo", 0, 2.0, 1.0, points=points), _run("dppo", 0, 2.0, 0.5, points=points)]
+    verdict = judge(runs, arms)
+    assert all(one is None for one in verdict.arms[1].factors["train_cpu_s"].values())
+    ends = [point.accuracy for point in runs[0].curve[1:]]
+    assert verdict.arms[0].end == pytest.approx(sum(ends) / len(ends))
+    assert verdict.gain == pytest.approx(verdict.arms[0].end - runs[0].curve[0].accuracy)
+    assert "1 of 1 seeds are in no factor: a run has fewer than 4 evaluations" in table(verdict)
 
 
 @pytest.mark.parametrize(("busy", "flagged"), [(1.0, False), (1.25, False), (1.4, True), (0.5, True)])
@@ -338,6 +345,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = read_method_run("dppo", 3, tmp_path)
     assert run.curve == [Point(0, 0.25, 0, 0, 0, 0), Point(1, 0.5, 2.0, 1.5, 10, 4), Point(2, 0.75, 4.0, 3.0, 20, 8)]
     assert run.solved == {"h": [0.75, 1.0]} and run.labels == {"p": "unbiased"}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert read_method_run("dppo", 3, tmp_path).solved == {"h": [1.0, None]}, "the start is no part of the end"
 
 
 @pytest.mark.parametrize("damage", ["a step is gone", "half a line", "no summary", "a label of its own", "infinite"])

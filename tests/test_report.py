@@ -127,6 +127,13 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="no step yet"):
         read_run(run)
+    capsys.readouterr()
+    assert main(["report", str(run)]) == 2
+    assert "holds no step yet" in (said := capsys.readouterr().err) and "dppo-megatron watch RUN" in said
+    good, out = write_record(tmp_path / "good", 2), tmp_path / "both.html"
+    assert main(["report", str(run), str(good), "--out", str(out)]) == 0
+    assert "holds no step yet; it is left out" in capsys.readouterr().err
+    assert [one["name"] for one in json.loads(unpacked(out)["report-data"])["runs"]] == ["good"]
 
 
 def test_standard_error_is_that_of_the_group_means() -> None:
@@ -214,12 +221,17 @@ def test_tokens_a_second_of_what_is_generated_beside_the_rest(
 
 
 def test_a_bias_is_told_once(tmp_path: Path) -> None:
-    """As the mean over the steps; a step without gradient has none, and adds no note."""
+    """As the mean over the steps; a step without gradient has none, and adds no note. Of a note with numbers, the last
+    step's stays."""
     rows = [LedgerRow("any", 0.5, "biased", "a rule").with_bias(size) for size in (0.9, 3.8, None)]
     lines = [{"step": k, "prune/ledger": [asdict(row)]} for k, row in enumerate(rows, 1)]
     assert [row.note for row in rows] == ["a rule; bias about 90 %", "a rule; bias about 380 %", "a rule"]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert findings(read_run(tmp_path))[0].text == "any changes the expected gradient (bias 240 %): a rule"
+    for k, line in enumerate(lines, 1):
+        line["prune/ledger"] = [asdict(LedgerRow("any", 0.5, "unbiased", f"lowers the rate to 0.{k}"))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_run(tmp_path).ledger[0]["notes"] == ["lowers the rate to 0.3"]
 
 
 def test_percent_is_never_a_power_of_ten() -> None:
@@ -539,6 +551,35 @@ def test_in_a_browser_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver
         assert [row[1] for row in rows[1:]] == ["running", "running · 30 min 0 s left"]
         assert [row[-1] for row in rows[1:]] == ["\N{EN DASH}", "180"]
         assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
+
+
+@pytest.mark.slow
+def test_in_a_browser_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
+    """Each plot has a mark that is seen. A score alone has no arrow, and one of a set that was added at a resume is
+    compared with that of the resume, as in summary.json."""
+    record = read_run(write_record(tmp_path / "one", 1, sampled=range(1, 2)))
+    record.columns |= {"eval/other/pass@1": [0.25, 0.29], "eval/once/pass@1": [0.5, None]}
+    record.summary = {"eval_before": {"math": 0.2, "other": 1 / 3, "once": 0.5}, "eval_before_step": {"other": 4}}
+    write_page(tmp_path / "report.html", [record])
+    first = driver.current_window_handle
+    driver.switch_to.new_window("window")
+    try:
+        _open(driver, tmp_path / "report.html")
+        driver.execute_script("drawAll()")
+        assert _wait(driver, "charts.every(one => one.plot.querySelector('.main-svg'))")
+        unseen = driver.execute_script(
+            "return charts.filter(one =>"
+            " ![...one.plot.querySelectorAll('.trace path')].map(path => path.getBoundingClientRect())"
+            ".some(({ width, height }) => width > 1 && height > 1)).map(one => one.plot.ariaLabel)"
+        )
+        assert unseen == []
+        cells = driver.execute_script("return document.querySelectorAll('.runs tbody td')[4].innerText.split('\\n')")
+        assert cells == ["math 20.0 % → 60.0 % ± 3.0", "other 33.3 % (step 4) → 29.0 %", "once 50.0 %"]
+        told = driver.execute_script("return [59.96, 119.6, 3599.7, 7260].map(duration)")
+        assert told == ["1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
     finally:
         driver.close()
         driver.switch_to.window(first)

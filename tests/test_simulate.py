@@ -33,6 +33,7 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep, read_trace
 from dppo_megatron.workbench.simulate import (
     Prediction,
     StepTimeModel,
+    _NearestRollouts,
     capacity_of,
     fit_costs,
     like_for_like,
@@ -142,9 +143,33 @@ def test_what_an_objective_does_by_itself_is_no_method_s_label(still: Path) -> N
 
 
 def test_a_trace_that_has_lost_its_first_steps(still: Path) -> None:
-    """The replay begins with the prompts of the first step that is left: all of their outcomes are known."""
+    """The replay begins with the prompts of the first step that is left: all of their outcomes are known. It goes on so
+    after a line that was lost."""
     trace = read_trace(str(still / "trace.jsonl"))
     assert simulate(replace(trace, steps=trace.steps[-2:]), "grpo", COSTS).imputed_share == 0
+    assert simulate(replace(trace, steps=trace.steps[:3] + trace.steps[4:]), "grpo", COSTS).imputed_share == 0
+
+
+class _Counted(list[tuple[int, int, int]]):
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(place)
+
+
+def test_the_nearest_visit_is_found_without_looking_at_all(still: Path) -> None:
+    """The same as by looking at all of them, the earlier of two as near, and the first row of a step with several."""
+    trace = read_trace(str(still / "trace.jsonl"))
+    rng, nearest = np.random.default_rng(0), _NearestRollouts(trace)
+    for count in (1, 2, 7, 1000):
+        steps = np.sort(rng.integers(1, 3 * count, count)).tolist()
+        visits = _Counted((step, step, row) for row, step in enumerate(steps))
+        nearest._visits[0] = visits
+        for step in rng.integers(0, 3 * count + 2, 40).tolist():
+            visits.looks = 0
+            assert nearest._nearest(0, step) == min(list(visits), key=lambda one: abs(one[0] - step))
+            assert visits.looks <= 2 * (count.bit_length() + 1) + 3
 
 
 def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_path: Path) -> None:
@@ -156,6 +181,31 @@ def test_a_run_that_was_extended_at_a_resume_prunes_to_its_end(still: Path, tmp_
     extended.write_text("\n".join([json.dumps(began), *steps]))
     as_one, resumed = (simulate(read_trace(str(path)), "dppo", COSTS) for path in (still / "trace.jsonl", extended))
     assert resumed == as_one and as_one.completions_trained < as_one.completions_generated
+
+
+def test_steps_before_and_after_a_change_are_not_replayed_together(files: Path, tmp_path: Path) -> None:
+    """The first line keeps the settings that the run began with. What the selection does not depend on may change."""
+
+    def run(**extra: Any) -> None:
+        def job() -> None:
+            with Run(prepare_job(job_config(files, tmp_path / "run", **extra), 1)) as run:
+                train(run)
+
+        run_ranks(job, 1)
+
+    path, may = tmp_path / "run" / "trace.jsonl", "[rollout.prompts_per_step,actor.optimizer,pruning]"
+    other = {"checkpoint__may_change": may, "actor__optimizer__learning_rate": 1e-5}
+    run(steps=1)
+    run(steps=2, **other)
+    before = job_config(files, tmp_path / "run").rollout.prompts_per_step
+    run(steps=3, **other, rollout__prompts_per_step=before // 2, pruning__prompt__rate=0.125)
+    changed = [json.loads(line).get("changed") for line in path.read_text().splitlines()]
+    assert changed == [None, None, None, {"prompts_per_step": before // 2, "pruning.prompt.rate": 0.125}]
+    told = rf"trace\.jsonl:4: step 3 .* prompts_per_step = {before // 2}, pruning\.prompt\.rate = 0\.125"
+    with pytest.raises(UserError, match=told):
+        read_trace(str(path))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    assert [one.step for one in read_trace(str(path)).steps] == [1, 2]
 
 
 def test_a_predicted_divisor_shortens_the_gradient_once() -> None:
@@ -382,6 +432,7 @@ def test_like_for_like_is_between_noise_limits_all_and_nothing() -> None:
     assert like_for_like(_prediction(step_s=4.0, variance_ratio=1.25), base) == (2.0, 2.5)
     assert like_for_like(_prediction(step_s=4.0, variance_ratio=0.9), base) == (2.5, 2.5)
     assert like_for_like(_prediction(step_s=4.0, label="biased"), base, 0.5) is None
+    assert like_for_like(_prediction(step_s=4.0), _prediction(label="biased")) is None
     pair = like_for_like(_prediction(step_s=4.0, variance_ratio=1.25), base, 0.5)
     assert pair == (pytest.approx(1.21, abs=0.01), pytest.approx(4.12, abs=0.01))
 

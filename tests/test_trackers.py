@@ -79,11 +79,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             patch.setenv(name, SECRET)
         said = logged_lines()
         for resumed_step, steps, shift in ((None, range(6), 0.0), (3, range(4, 7), 0.5)):
-            trackers = Trackers(TOOLS, _begin(directory, resumed_step), 300.0)
+            begin = _begin(directory, resumed_step)
+            begin.config["seed"] = 7 if shift else 3
+            trackers = Trackers(TOOLS, begin, 300.0)
             for step in steps:
                 trackers.step(_line(step, shift))
             trackers.close(finished=step == 6)
             assert not trackers.failures, said
+        keeping = {line.split()[1] for line in said if "has steps up to 5 from before this resume at step 3" in line}
+        assert keeping == set(TOOLS) - {"tensorboard"}, said
     yield directory
 
 
@@ -100,7 +104,8 @@ def test_tensorboard_has_every_step_once(run: Path) -> None:
     assert [event.wall_time for event in read.Scalars("eval/held out/pass@1")] == [1.7e9 + step for step in range(7)]
     [table] = read.Tensors("samples/text_summary")
     assert table.step == 2 and b"it is &lt;b&gt;4&#124;&lt;/b&gt;" in table.tensor_proto.string_val[0]
-    assert b"rollout.engine" in read.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    configs = {event.step: event.tensor_proto.string_val[0] for event in read.Tensors("config/text_summary")}
+    assert b"rollout.engine" in configs[0] and b"|seed|3|" in configs[0] and b"|seed|7|" in configs[3]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +194,7 @@ def test_a_killed_trainer_leaves_a_failed_run(tmp_path: Path, monkeypatch: pytes
     torn = framed(ENCODER.encode(_line(2)))[:-9]  # it was killed while it wrote
     told = io.BytesIO(b"".join(framed(ENCODER.encode(one)) for one in messages) + torn)
     serve(Sink("mlflow", Mlflow()), told, answers)
-    assert [json.loads(one) for one in FrameBuffer().feed(answers.getvalue())] == [{"failure": ""}] * 3
+    assert [json.loads(one) for one in FrameBuffer().feed(answers.getvalue())] == [{"failure": "", "note": ""}] * 3
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())

@@ -74,7 +74,7 @@ def test_every_state_of_a_run(tmp_path: Path, state: str) -> None:
     ):
         assert part in said
     assert "samples of step 40" in said and "problem 0: what is 6 * 7?" in said
-    assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 1 (step 1-40)" in said
+    assert "warning: rollout/stragglers changes the expected gradient (bias 25 %): cut 40 (step 1-40)" in said
 
 
 def test_sets_have_their_whole_names(tmp_path: Path) -> None:

@@ -146,11 +146,12 @@ class Selector:
         self._open: list[OpenStep] = []
         """Steps that have begun and had no feedback yet, oldest first."""
 
-    def skip_to(self, step: int) -> None:
-        """Begin at the prompts of step `step`, assuming no refills before it; nothing is learned of earlier steps."""
-        for _ in range(step - 1):
+    def skip(self, steps: int) -> None:
+        """Leave out the prompts of the next `steps` steps, assuming no refills in them; nothing is learned of them."""
+        for _ in range(steps):
             _, self._position = self._order.take(self._position, self.prompts_per_step)
-        self._settled = self._place()
+        if steps:
+            self._settled = self._place()
 
     def begin(self, step: int) -> PromptDraw:
         """The prompts of step `step` (from 1) that are worth a rollout.

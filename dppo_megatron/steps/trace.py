@@ -8,22 +8,25 @@ are in a file of arrays beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from dppo_megatron.config.load import config_values
+from dppo_megatron.config.changes import flat
+from dppo_megatron.config.load import config_from_values, config_values
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.schema import Config
-from dppo_megatron.files import replacing
+from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.files import open_to_read, replacing
 from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
 from dppo_megatron.selection.arrays import was_requested
-from dppo_megatron.types import BoolArray, IntArray, PromptFeatures
+from dppo_megatron.types import BoolArray, IntArray, PromptFeatures, UserError
 
 FORMAT = "dppo_megatron trace 1"
 MOST_IN_HEADER = 10_000
@@ -43,6 +46,24 @@ def trace_header(config: Config, set_sizes: dict[str, int], features: PromptFeat
         "config": config_values(config),
         "features": FEATURES if len(features.level) > MOST_IN_HEADER else _columns(features, np.ndarray.tolist),
     }
+
+
+def changed_since(trace: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """{"changed": {name: value}} for the next lines of `trace` if what the selection depends on is no longer as its
+    first line has it, since a resume may permit that; else {}. Steps under several settings are not replayed together.
+    """
+    with open_to_read(trace) as file:
+        first = file.readline()
+    try:
+        before, now = (
+            flat(asdict(selection_settings(config_from_values(one["config"], str(trace)))) | {"sets": one["set_sizes"]})
+            for one in (msgspec.json.decode(first), header)
+        )
+    except (UserError, msgspec.DecodeError, LookupError, TypeError):
+        return {}  # of another version, or damaged: `read_trace` refuses it
+    now["total_steps"] = before["total_steps"]  # a reader takes it from the last line
+    changed = {name: value for name, value in now.items() if before.get(name) != value}
+    return {"changed": changed} if changed else {}
 
 
 def write_features(directory: Path, features: PromptFeatures) -> None:

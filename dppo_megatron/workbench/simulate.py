@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -157,7 +159,7 @@ def simulate(
     accounts, lengths = list[tuple[StepVariance, float, bool]](), list[float]()
     # of each step with a gradient: its account, the full batch's sum s^2, and whether prompts could be skipped; how
     # long its expected gradient is, relative to the full batch's
-    for traced in _shown(trace, method):
+    for traced in _shown(trace, method, selector):
         step = traced.step
         rollouts, rollout_s = _rolled_out(selector, outcomes, costs, step)
         decision = selector.finish(rollouts, step)
@@ -223,7 +225,7 @@ def unpruned_lengths(trace: Trace) -> IntArray:
     config = copy.deepcopy(trace.config)
     config.objective.updates_per_step = 1  # lengths do not depend on it, and it may fit CPPO's allocation only
     selector, outcomes, lengths = _selector(replace(trace, config=config), "grpo"), _NearestRollouts(trace), []
-    for traced in _shown(trace, "grpo"):
+    for traced in _shown(trace, "grpo", selector):
         rollouts = outcomes.of(selector.begin(traced.step).prompt_index, traced.step)
         selector.finish(rollouts, traced.step)
         selector.feedback(StepCost(traced.step, 0.0, 0.0, 0.0))
@@ -246,16 +248,20 @@ def refused(trace: Trace, methods: Iterable[str]) -> dict[str, str]:
 
 
 def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:
-    """The trainer's selector, before the first step of the trace: one of bounded size has lost its earlier steps."""
+    """The trainer's selector, at step 1."""
     settings = selection_settings(with_method(trace.config, method))
-    selector = Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
-    selector.skip_to(trace.steps[0].step)
-    return selector
+    return Selector(settings, trace.num_prompts, order, capacity, trace.set_sizes, trace.features)
 
 
-def _shown(trace: Trace, method: str) -> Iterator[TracedStep]:
+def _shown(trace: Trace, method: str, selector: Selector) -> Iterator[TracedStep]:
+    """The steps of the trace, with `selector` brought to the prompts of each: one of bounded size has lost its first
+    steps, a damaged one any."""
+    before = 0
     with progress(f"simulating {method}", len(trace.steps), "steps") as advance:
-        yield from counted(trace.steps, advance)
+        for traced in counted(trace.steps, advance):
+            selector.skip(traced.step - before - 1)
+            before = traced.step
+            yield traced
 
 
 def _rolled_out(
@@ -283,12 +289,12 @@ def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tupl
 
     High is the ratio of the seconds of a step, for a run that more noise does not slow down (a batch above its critical
     size). Low also divides by the growth of the variance, for a run that only noise limits: the steps that it needs are
-    proportional to it. None for a biased method, whose result is another. This is the mean over runs; a single pair
+    proportional to it. None if one of them is biased: its result is another. This is the mean over runs; a single pair
     differs by `noise` more, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
 
     Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
-    if one.label == "biased":
+    if "biased" in (one.label, base.label):
         return None
     faster, luck = base.step_s / one.step_s, math.exp(noise)
     return faster / max(one.variance_ratio / base.variance_ratio, 1.0) / luck, faster * luck
@@ -387,7 +393,11 @@ class _NearestRollouts:
         if visits is None:
             any_visit = int(generator(self._seed, "simulate", prompt).integers(len(self._anything)))
             return (-1, *self._anything[any_visit][1:])
-        return min(visits, key=lambda visit: abs(visit[0] - step))
+        after = bisect_left(visits, step, key=itemgetter(0))
+        if not after:
+            return visits[0]
+        before = bisect_left(visits, visits[after - 1][0], key=itemgetter(0))  # the first of that step's visits
+        return min([visits[before], *visits[after : after + 1]], key=lambda visit: abs(visit[0] - step))
 
 
 def _append(first: Rollouts, second: Rollouts) -> Rollouts:

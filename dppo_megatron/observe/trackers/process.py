@@ -76,6 +76,8 @@ class Answer(msgspec.Struct, frozen=True):
     """Sent for each message, once the tool has processed it."""
 
     failure: str = ""
+    note: str = ""
+    """For the log, after the tracker's name."""
 
 
 class Mark(msgspec.Struct):
@@ -141,9 +143,8 @@ class TensorBoard:
 
         next_step = 0 if begin.resumed_step is None else begin.resumed_step + 1
         self._writer = SummaryWriter(folder, purge_step=next_step)
-        if begin.resumed_step is None:
-            rows = [[key, value] for key, value in sorted(begin.config.items())]
-            self._writer.add_text("config", _markdown(["setting", "value"], rows), 0, 0.0)
+        rows = [[key, value] for key, value in sorted(begin.config.items())]  # a resume may have changed some
+        self._writer.add_text("config", _markdown(["setting", "value"], rows), begin.resumed_step or 0, 0.0)
         return next_step - 1
 
     def step(self, line: StepLine) -> None:
@@ -341,18 +342,19 @@ class Sink:
         self._name, self._tracker = name, tracker
         self._mark, self._path = Mark(), Path()
 
-    def take(self, message: Begin | StepLine | EndRun) -> None:
-        """Pass `message` to the tool. Raises whatever the tool raises."""
+    def take(self, message: Begin | StepLine | EndRun) -> str:
+        """Pass `message` to the tool; returns a note for the log, or "". Raises whatever the tool raises."""
         if isinstance(message, Begin):
-            self._begin(message)
-        elif isinstance(message, EndRun):
+            return self._begin(message)
+        if isinstance(message, EndRun):
             self._tracker.end(finished=message.finished)
         elif message.step > self._mark.last_step:
             self._tracker.step(message)
             self._mark.last_step = message.step
             self._mark.write(self._path)
+        return ""
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: Begin) -> str:
         directory = Path(begin.directory)
         make_directory(directory)
         self._path = directory / f"{self._name}.json"
@@ -363,6 +365,12 @@ class Sink:
         last_step = self._tracker.begin(begin, mark, run)
         mark.last_step = mark.last_step if last_step is None else last_step
         mark.write(self._path)
+        if begin.resumed_step is None or mark.last_step <= begin.resumed_step:
+            return ""
+        return (
+            f"has steps up to {mark.last_step} from before this resume at step {begin.resumed_step}, and keeps them; if"
+            " settings were changed, they differ from those in metrics.jsonl"
+        )
 
 
 def scrubbed(text: str) -> str:
@@ -380,20 +388,20 @@ def serve(sink: Sink, messages: IO[bytes], answers: IO[bytes]) -> None:
     while (frame := read_frame(messages.read)) is not None:
         message = TO_TRACKER.decode(frame)
         ended = isinstance(message, EndRun)
-        answer = ENCODER.encode(Answer(_failure(sink, message)))
+        answer = ENCODER.encode(_answer(sink, message))
         with suppress(OSError):  # the trainer has died; the messages it has sent are still read to their end
             answers.write(framed(answer))
             answers.flush()
     if not ended:
-        _failure(sink, EndRun(finished=False))
+        _answer(sink, EndRun(finished=False))
 
 
-def _failure(sink: Sink, message: Begin | StepLine | EndRun) -> str:
+def _answer(sink: Sink, message: Begin | StepLine | EndRun) -> Answer:
     try:
-        sink.take(message)
+        return Answer(note=sink.take(message))
     except (Exception, SystemExit) as error:  # a tool that exits must not end this process
-        return one_line(scrubbed(f"{type(error).__name__}: {error}"), 500)  # shortened last: half a key is secret too
-    return ""
+        text = scrubbed(f"{type(error).__name__}: {error}")
+        return Answer(one_line(text, 500))  # shortened last: half a key is secret too
 
 
 def _leave_after(limit_s: float, messages: IO[bytes]) -> None:

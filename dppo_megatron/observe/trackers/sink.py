@@ -111,7 +111,10 @@ class _TrackerQueue:
         try:
             self._process.stdin.write(framed(ENCODER.encode(message)))
             self._process.stdin.flush()
-            return ANSWER.decode(read_frame(self._process.stdout.read) or b"").failure
+            answer = ANSWER.decode(read_frame(self._process.stdout.read) or b"")
+            if answer.note:
+                log(f"tracker {self.name} {answer.note}")
+            return answer.failure
         except (OSError, msgspec.DecodeError):
             self._is_lost = True
             return "its process has ended"

@@ -99,7 +99,7 @@ def with_zeros(arm: Arm) -> Arm:
 
 Cost: TypeAlias = Literal["step", "train_s", "train_cpu_s", "tokens_generated", "tokens_trained"]
 LAST = 2
-"""How many evaluations are averaged for a run's end, as in the moving mean there."""
+"""How many evaluations are averaged for a run's end, as in the moving mean there; never that of the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def read_method_run(arm: str, seed: int, run_dir: Path) -> MethodRun:
         )
     growth = [one for one in run.columns.get("prune/realised_design_effect", []) if one is not None]
     variance = statistics.mean(growth) if growth else None
-    last = [solved[point.step] for point in curve[-LAST:]]
+    last = [solved[point.step] for point in (curve[1:] or curve)[-LAST:]]
     return MethodRun(arm, seed, curve, labels, _mean_of(last), phase_s, variance)
 
 

@@ -18,7 +18,7 @@ from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import aligned
 from dppo_megatron.workbench.compare.arms import MethodRun
-from dppo_megatron.workbench.compare.verdict import BUDGETS, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.compare.verdict import BUDGETS, FEWEST, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
 from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
 _OWN = files("dppo_megatron.workbench.compare") / "assets"
@@ -57,7 +57,10 @@ def legend(verdict: Verdict) -> list[str]:
     grown = [f"{one.arm} {one.variance:.2f}" for one in verdict.arms if one.variance is not None and not one.biased]
     left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())
     seeds = verdict.arms[0].seeds
-    missing = f"{left_out} of {seeds} seeds are in no factor: base gained nothing there, or never reached its level."
+    why = "base gained nothing there, or never reached its level"
+    if min(one.evaluations for one in verdict.arms) < FEWEST:
+        why = f"a run has fewer than {FEWEST} evaluations, that of its start included (eval.every_steps)"
+    missing = f"{left_out} of {seeds} seeds are in no factor: {why}."
     noise = [
         f"{one.arm} to {float(share):.0%}, {unit}: {factor.times()}"
         for one in verdict.arms
@@ -66,7 +69,8 @@ def legend(verdict: Verdict) -> list[str]:
         if factor and factor.is_noise
     ]
     return [
-        "end: pass@1, mean of the last two evaluations. end - base: over the same problems (95 % interval).",
+        "end: pass@1, mean of the last two evaluations, the start's left out. end - base: over the same problems (95 %"
+        " interval).",
         "to 90 %, 95 %: base's own seconds to that share of its gain, over the method's; medians over seeds (95 %"
         " interval), curves smoothed over three evaluations.",
         *([f"-: the error is larger than the effect, the interval contains 1: {'; '.join(noise)}."] if noise else []),

@@ -40,6 +40,9 @@ BUDGETS = (1 / 2, 1 / 3)
 """Shares of the baseline's seconds after which accuracies are compared."""
 WINDOW = 3
 """Evaluations in a moving mean."""
+FEWEST = 4
+"""Evaluations of a run, that of its start included, below which it is in no factor: three show a single residual, which
+is no noise to judge by."""
 COPIES = 1_000
 """Noisy copies of a curve."""
 RESAMPLES = 10_000
@@ -71,8 +74,9 @@ class Curve:
         return Curve(costs, np.array([point.accuracy for point in run.curve]))
 
     def smoothed(self) -> Curve:
-        """The same with a moving mean of the accuracies."""
-        return Curve(self.cost, moving_mean(self.accuracy))
+        """The same with a moving mean of the accuracies; a start and an end alone stay as they are, since their mean
+        would count the untrained model in the end."""
+        return self if len(self.cost) < WINDOW else Curve(self.cost, moving_mean(self.accuracy))
 
     def with_copies(self, name: str) -> Curve:
         """[1 + COPIES, n] this curve and noisy copies of it, all smoothed; equal for equal `name` and length.
@@ -83,7 +87,7 @@ class Curve:
         to 92 % of cases (one by one: 93 to 99; but 74 to 87 if an evaluation's noise correlates by .4 with the next).
         """
         mean, draw = moving_mean(self.accuracy), generator(0, f"noise of {name}")
-        noise = (self.accuracy - mean)[1:-1] * np.sqrt(WINDOW / (WINDOW - 1)) if len(mean) > 2 else np.ones(1)
+        noise = (self.accuracy - mean)[1:-1] * np.sqrt(WINDOW / (WINDOW - 1))
         copies = mean + draw.choice([*noise, *-noise], (COPIES, len(mean)))
         copies[:, 0] = self.accuracy[0]  # on a steep curve the mean of two is far from the start
         return Curve(self.cost, np.vstack([mean, moving_mean(copies)]))
@@ -190,6 +194,8 @@ def pair_noise(run: MethodRun) -> float | None:
 class ArmVerdict:
     arm: str
     seeds: int
+    evaluations: int
+    """Of a run, that of its start included; the fewest of all seeds."""
     end: float
     """Accuracy at the end, smoothed; median over seeds."""
     costs: dict[str, float]
@@ -265,6 +271,7 @@ def _arm_verdict(
     return ArmVerdict(
         arm=name,
         seeds=len(runs),
+        evaluations=min(len(run.curve) for run in runs.values()),
         end=statistics.median(map(smoothed_end, runs.values())),
         costs={kind: statistics.median(getattr(run.curve[-1], kind) for run in runs.values()) for kind in kinds},
         factors={
@@ -306,10 +313,10 @@ def _factors(
     """Clock, then share of the gain of `best`, to the factors of each seed and its copies, [1 + COPIES] each."""
     factors: dict[str, dict[str, list[FloatArray]]] = {clock: {str(share): [] for share in SHARES} for clock in CLOCKS}
     for clock, seed in product(CLOCKS, runs):
-        ours, theirs, top = (
-            Curve.of(run, clock).with_copies(f"{run.arm} on seed {seed}")
-            for run in (runs[seed], base[seed], best[seed])
-        )
+        three = runs[seed], base[seed], best[seed]
+        if min(len(run.curve) for run in three) < FEWEST:
+            continue
+        ours, theirs, top = (Curve.of(run, clock).with_copies(f"{run.arm} on seed {seed}") for run in three)
         start, end = base[seed].curve[0].accuracy, top.accuracy[:, -1]
         for share in SHARES if end[0] > start else ():
             factor = _factor(ours, theirs, start + share * (end - start))

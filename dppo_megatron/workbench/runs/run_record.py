@@ -61,6 +61,10 @@ _NUMBER = re.compile(r"\d[\d.e+-]*")
 _SIZE = re.compile(r"(; )?bias about \d[\d.e+-]* %$")
 
 
+class NoStep(UserError):
+    """A run before its first evaluation and step."""
+
+
 @dataclass
 class RunRecord:
     """One run, as columns over its steps."""
@@ -117,8 +121,11 @@ class RunRecord:
         one["bias"][-1] = finite_number(entry.get("bias_estimate"))
         note = _SIZE.sub("", note) if isinstance(note, str) else note  # the estimate is shown as a mean over steps
         known = [_NUMBER.sub("", other) for other in one["notes"]]  # the same note of another step has other numbers
-        if note and isinstance(note, str) and _NUMBER.sub("", note) not in known and len(known) < 3:
-            one["notes"].append(note)
+        if note and isinstance(note, str):
+            if (shape := _NUMBER.sub("", note)) in known:
+                one["notes"][known.index(shape)] = note  # the newest step's
+            elif len(known) < 3:
+                one["notes"].append(note)
 
     def setting(self, key: str, default: Any) -> Any:
         """The value of a setting; `default` where it is null or not known."""
@@ -212,7 +219,7 @@ def read_metrics(path: Path) -> RunRecord:
         raise UserError(f"'{path}' holds no metrics.jsonl; name the run_dir of a run")
     run = Follow(path).look(to_the_end=True)
     if not run.steps:
-        raise UserError(f"'{path}/metrics.jsonl' holds no step yet")
+        raise NoStep(f"'{path}/metrics.jsonl' holds no step yet")
     run.summary = _json(path / "summary.json", run.notes)
     return run
 

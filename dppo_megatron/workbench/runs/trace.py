@@ -76,6 +76,12 @@ def read_trace(path: str) -> Trace:
         group_size, steps = config.rollout.completions_per_prompt, list[TracedStep]()
         for number, line in enumerate(lines, start=2):
             row = decoded(line, _TraceLine, f"{path}:{number}")
+            if row.changed:
+                now = ", ".join(f"{name} = {value}" for name, value in row.changed.items())
+                raise UserError(
+                    f"{path}:{number}: step {row.step} was made after a resume with other settings than the first line"
+                    f" has: {now}; they cannot be replayed together, but a copy that ends before this line can"
+                )
             try:
                 steps.append(_step(row, head.num_prompts, group_size, steps[-1].step if steps else 0))
             except ValueError as error:
@@ -124,6 +130,8 @@ class _TraceLine(msgspec.Struct):
     logit_grad_norm: list[list[_Amount]]
     kept: list[_Count]
     seconds: _Seconds
+    changed: dict[str, Any] = {}
+    """Settings of the selection that are no longer as in the first line."""
 
 
 def _read_config(head: _HeaderLine, path: str) -> Config:

@@ -99,7 +99,8 @@ function ends() {
 }
 
 /** Centred mean over three evaluations, at the ends over two, as in verdict.py, which reads the times off it. */
-const movingMean = (values) => values.map((_, place) => mean(values.slice(Math.max(0, place - 1), place + 2)));
+const movingMean = (values) =>
+  values.length < 3 ? values : values.map((_, place) => mean(values.slice(Math.max(0, place - 1), place + 2)));
 
 function standardError(values) {
   if (values.length < 2) return 0;

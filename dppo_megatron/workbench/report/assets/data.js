@@ -81,10 +81,10 @@ const percent = (value) => (value === null || value === undefined ? "–" : `${(
 
 function duration(seconds) {
   if (!(seconds >= 0)) return "–";
-  const hours = Math.floor(seconds / 3600);
-  const minutes = Math.floor((seconds % 3600) / 60);
-  if (hours) return `${hours} h ${minutes} min`;
-  return minutes ? `${minutes} min ${Math.round(seconds % 60)} s` : `${seconds.toFixed(1)} s`;
+  if (seconds < 59.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  const minutes = Math.floor(whole / 60);
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);

@@ -62,12 +62,15 @@ function timeLeft(run) {
   return run.status === "running" && left > 0 && secondsPerStep ? ` · ${duration(left * secondsPerStep)} left` : "";
 }
 
-/** Each set's pass@1 at the start and now. */
+/** Each set's pass@1 at the start and now. A set added at a resume starts there, with a score only in summary.json. */
 function evaluationChanges(run) {
+  const { eval_before: before = {}, eval_before_step: added = {} } = run.summary;
   return evaluated(PASS_AT_1, [run]).map(([set, key]) => {
     const values = recorded(run, key);
     const error = recorded(run, `${key}_se`).at(-1);
-    const change = `${set} ${percent(values[0])} → ${percent(values.at(-1))}`;
+    const first = added[set] ? `${percent(before[set])} (step ${added[set]})` : percent(values[0]);
+    const start = added[set] || values.length > 1 ? `${first} → ` : "";
+    const change = `${set} ${start}${percent(values.at(-1))}`;
     return make("div", {}, change, error !== undefined && span("dim", ` ± ${(100 * error).toFixed(1)}`));
   });
 }
@@ -82,10 +85,11 @@ function learning() {
 function time() {
   const single = runs.length === 1;
   const name = (run) => (single ? "Where the seconds go" : `Where the seconds go: ${run.name}`);
+  const layout = { ...fromZero, barmode: "stack" };
   const look = { note: "Seconds of each step by phase, stacked.", wide: single, height: single ? 300 : 250 };
   const phases = runs
     .filter((run) => recorded(run, "time/step_s").length)
-    .map((run) => chartCard({ title: name(run), traces: () => stackedPhases(run), layout: fromZero, ...look }));
+    .map((run) => chartCard({ title: name(run), traces: () => stackedPhases(run), layout, ...look }));
   const lead = "Seconds of rank 0. With rollout.async_steps a phase overlaps the next step's generation.";
   return section("time", "Time and tokens", lead, grid(phases, plotCards(TIME)));
 }

@@ -104,14 +104,16 @@ function scores(pattern) {
   );
 }
 
-/** Share that each selection of the ledger has kept. */
+/** Share that each selection of the ledger has kept: a line, and a mark for a step without a neighbour. */
 function keptShares() {
+  const markSize = (_, place, kept) => ((kept[place - 1] ?? kept[place + 1] ?? null) === null ? 6 : 0);
   return ofShownRuns((run, style, label) =>
     run.ledger.map((selection, index) => ({
       x: axisValues(run),
       y: selection.kept,
       name: label(selection.name),
-      mode: "lines",
+      mode: "lines+markers",
+      marker: { size: selection.kept.map(markSize) },
       connectgaps: false,
       line: { ...style(index), shape: "hv" },
       customdata: selection.label,
@@ -120,7 +122,7 @@ function keptShares() {
   );
 }
 
-/** Seconds of each phase, stacked, of one run. */
+/** Seconds of each phase, stacked, of one run: areas over its steps, or the bars of a single step. */
 function stackedPhases(run) {
   const phase = (key) => key.slice(5, -2);
   const rank = (key) => (PHASES.includes(phase(key)) ? PHASES.indexOf(phase(key)) : PHASES.length);
@@ -128,14 +130,14 @@ function stackedPhases(run) {
     .filter((key) => /^time\/\w+_s$/.test(key) && !NO_PHASES.includes(key))
     .sort((one, other) => rank(one) - rank(other));
   const first = run.steps[0] === 0 ? 1 : 0; // before the first step there is only an evaluation
+  const single = run.steps.length - first === 1;
   const trace = (values, name, lineColour, fillcolor) => ({
+    ...(single ? { type: "bar", marker: { color: fillcolor } } : { stackgroup: "one", mode: "lines" }),
     x: axisValues(run).slice(first),
     y: smoothed(values)
       .slice(first)
       .map((value) => value || 0),
     name,
-    stackgroup: "one",
-    mode: "lines",
     line: { width: 0.6, color: lineColour },
     fillcolor,
     hovertemplate: "%{y:.3g} s",
