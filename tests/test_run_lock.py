@@ -105,6 +105,24 @@ def test_a_file_server_keeps_the_lock_of_a_machine_that_has_vanished(
     former.release()
 
 
+@pytest.mark.parametrize("call", ["stat", "fstat", "pread"])
+def test_a_file_server_that_fails_for_a_moment_is_no_other_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    lock = RunLock(tmp_path)
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, stale)
+        lock.check()
+    (tmp_path / "lock.json").write_text("{}")
+    with pytest.raises(UserError, match="was replaced while this trainer ran"):
+        lock.check()
+    lock.release()
+
+
 @pytest.mark.parametrize(("silent_s", "written_s"), [(0.15, 61.0), (3600.0, 1.0)])
 def test_two_that_find_a_dead_trainer_do_not_both_get_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float, written_s: float

@@ -72,9 +72,10 @@ class RunLock:
         """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
         try:
             is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
+            is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine
         except OSError:
             return  # an unresponsive file system is no sign of another trainer
-        if is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine:
+        if is_taken:
             raise UserError(
                 f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
                 f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
