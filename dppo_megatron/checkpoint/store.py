@@ -201,8 +201,8 @@ class CheckpointStore:
         self._good[target.name] = from_rank_zero(lambda: _stats(target, manifest))
         try:
             self._retire(manifest.step)
-        except OSError as error:  # the new checkpoint is complete regardless
-            log(f"warning: an old checkpoint could not be removed or put aside ({error})")
+        except (OSError, UserError) as error:  # the new checkpoint is complete regardless
+            log(f"warning: an old checkpoint could not be checked, removed or put aside ({error})")
 
     def _name(self, incomplete: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its final name. On rank 0."""
