@@ -333,7 +333,7 @@ def _with_stale_files(model: Path, root: Path, failures: int) -> tuple[str, set[
         return plain(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_dir, "_RETRY_AFTER_S", (0.01, 0.01, 0.01))
+        patch.setattr(checkpoint_dir, "_TRY_AFTER_S", (0.0, 0.01, 0.01))
         patch.setattr(checkpoint_dir, "_sha256", sha256)
         try:
             said = str(_newest_good(model, root))

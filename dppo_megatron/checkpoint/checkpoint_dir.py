@@ -6,9 +6,6 @@ work of verifying, so that a whole checkpoint is never read by a single rank.
 
 Only `faults` is collective; `sums` runs on each rank, the rest on rank 0. A checkpoint is deleted only if this run
 wrote it and newer good ones replace it. Whatever is damaged, of another run or in the way is moved to `aside/`.
-
-A file is damaged if it is missing or has another size or checksum. One that cannot be read, because a file server fails
-over or permission is lacking, may be whole: it is tried several times, and then UserError is raised.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ LOOP = "loop.pt"
 """File with the loop's own state; the other files are Megatron's and the model's."""
 
 _FORMAT = "dppo_megatron checkpoint 2"
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_RETRY_AFTER_S = (1.0, 2.0, 4.0)
+_TRY_AFTER_S = (0.0, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +94,20 @@ def _read_manifest(path: Path) -> Manifest | str:
 
 
 def _patiently(path: Path, read: Callable[[Path], T]) -> T | str:
-    """`read(path)`, tried again where the file system fails; or that there is no such file. Raises UserError if it
-    cannot be read for now."""
-    waits_s = iter(_RETRY_AFTER_S)
-    while True:
+    """`read(path)`, or that there is no such file. Any other error of the file system says nothing about the file: a
+    server may be failing over. The file is then tried again, and at last UserError is raised."""
+    for wait_s in _TRY_AFTER_S:
+        time.sleep(wait_s)
         try:
             return read(path)
         except OSError as error:
-            if error.errno in _MISSING:
-                return f"{path.name} cannot be read ({error.strerror})"
-            if (wait_s := next(waits_s, None)) is None:
-                raise UserError(
-                    f"'{path}' cannot be read now ({error.strerror}). The checkpoint may be whole, so it stays where it"
-                    " is: start again when it can be read, or move it away"
-                ) from None
-        time.sleep(wait_s)
+            reason = str(error.strerror)
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return f"{path.name} cannot be read ({reason})"
+    raise UserError(
+        f"'{path}' cannot be read now ({reason}). The checkpoint may be whole, so it stays where it is: start again"
+        " when it can be read, or move it away"
+    )
 
 
 def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -125,7 +120,7 @@ def faults(directory: Path, manifest: Manifest) -> list[str]:
     UserError if a file cannot be read for now."""
     files, mine = share(sorted(manifest.files.items())), list[str | UserError]()
     try:
-        mine += [_patiently(directory / name, partial(_fault, entry)) for name, entry in files]
+        mine += [_patiently(directory / name, partial(_fault, *entry)) for name, entry in files]
     except UserError as error:
         mine.append(error)
     found = gather_all(mine)
@@ -134,8 +129,7 @@ def faults(directory: Path, manifest: Manifest) -> list[str]:
     return [str(fault) for fault in found if fault]
 
 
-def _fault(entry: tuple[int, str], path: Path) -> str:
-    size, checksum = entry
+def _fault(size: int, checksum: str, path: Path) -> str:
     if path.stat().st_size != size:
         return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
     if not path.is_file():
