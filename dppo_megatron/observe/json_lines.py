@@ -76,34 +76,28 @@ class JsonLines:
         Returns:
             Log lines: the file was full, or was opened again.
         """
-        last_size, lines = 0, list[str]()
-        if not self._is_current():
-            lines = [f"{self._path} was opened again: its file was replaced or could no longer be written"]
-            self._reopen()
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return self._bound(self._write_waiting())
+        except OSError:
+            pass  # perhaps of a descriptor that a file server's failover has made stale, for ever
+        self._reopen()
+        return [f"{self._path} was opened again", *self._bound(self._write_waiting())]
+
+    def _write_waiting(self) -> int:
+        """Returns the bytes of the last line; 0: none was written."""
+        last_size = 0
         while self._waiting:
+            rest = memoryview(self._waiting[0])
+            end = os.fstat(self._file.fileno()).st_size
             try:
-                self._append(self._waiting[0])
-            except OSError:  # a descriptor may stay stale for ever after a file server has failed over
-                self._reopen()
-                self._append(self._waiting[0])
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
             last_size = len(self._waiting.pop(0))
-        return lines + self._bound(last_size)
-
-    def _is_current(self) -> bool:
-        """Whether the open file works and is the one at `path`. If not, its lines would be lost with it."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
-        except OSError:
-            return False
-
-    def _append(self, line: bytes) -> None:
-        rest, end = memoryview(line), os.fstat(self._file.fileno()).st_size
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self._file.truncate(end)
-            raise
+        return last_size
 
     def _reopen(self) -> None:
         before, self._file = self._file, append_to(self._path)

@@ -3,8 +3,7 @@
 Two signs decide whether the holder still runs, since neither is enough alone. The kernel's record lock (fcntl) ends
 with the process, and works over NFS and Lustre where their lock managers run. On another host, or where record locks
 do not work, the heartbeat decides: the holder touches the file every few seconds, and if the file has not changed for a
-minute of the file system's own clock, the holder counts as dead. Some file systems store the holder's clock instead, so
-the file is watched for three heartbeats however old it looks. A file server may keep the lock of a machine that has
+minute of the file system's own clock, the holder counts as dead. A file server may keep the lock of a machine that has
 vanished (NFSv3 until that machine is back, NFSv4 for a lease of some 90 s). Then lock.json is removed and created anew,
 but only after another half minute: the lock may belong to a trainer that is waiting for the same dead holder.
 
@@ -139,7 +138,8 @@ class RunLock:
         last_beat = os.fstat(descriptor).st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:  # for the server's clock
             age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9
-        # A heartbeat in the future counts as now. Its date may be of the holder's clock, and minutes off.
+        # A heartbeat in the future counts as now. Some file systems store the holder's clock, which may be minutes off:
+        # so three heartbeats are awaited, however old the last one looks.
         left_s = max(self._stale_s / 4, self._stale_s - max(0.0, age_s)) + extra_s
         log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
         deadline = time.monotonic() + left_s
