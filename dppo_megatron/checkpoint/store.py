@@ -47,6 +47,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 from dppo_megatron.weights.torch_dist import read_metadata
 
+VERSIONS = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
 COMMON = "common.pt"
 _COMMON_INSIDE_SINCE = Version("0.17")
 """From this version on, megatron-core stores what is not sharded among the shards; it still reads common.pt."""
@@ -238,8 +239,7 @@ class CheckpointStore:
 
 def describe(step: int, config: dict[str, Any], data: dict[str, Any] | None = None, *, run: str) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
-    versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, run, config, dist.get_world_size(), {}, versions, data or {})
+    return Manifest(step, run, config, dist.get_world_size(), {}, VERSIONS, data or {})
 
 
 def check(directory: Path) -> str:
