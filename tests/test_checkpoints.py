@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -314,6 +315,49 @@ def test_a_spoilt_checkpoint_is_passed_over(model: Path, saved: Path, tmp_path: 
     for name, lines in run_ranks(_newest_good, 2, model, root):
         assert name == "step_000001"
         assert len(lines) == 1 and lines[0].startswith("step_000002: ") and said in lines[0]
+
+
+def _with_stale_files(model: Path, root: Path, failures: int) -> tuple[str, set[str]]:
+    """On ranks: rank 1's first `failures` reads of files of step 2 fail, at a start and then in a save of step 3; what
+    the start says, and what stands under `root` in the end."""
+    from dppo_megatron.checkpoint import checkpoint_dir
+    from dppo_megatron.checkpoint.store import describe
+
+    left, plain = failures, checkpoint_dir._sha256
+
+    def sha256(path: Path) -> str:
+        nonlocal left
+        if dist.get_rank() == 1 and path.parent.name == "step_000002" and left:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return plain(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_dir, "_TRY_AFTER_S", (0.0, 0.01, 0.01))
+        patch.setattr(checkpoint_dir, "_sha256", sha256)
+        try:
+            said = str(_newest_good(model, root))
+        except UserError as error:
+            said = str(error)
+        store = _store(root, model)
+        store.save(build_actor(model, Parallel(tp=2)), LOOP_STATE, describe(3, {}, run=RUN))
+    return said, {path.name for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("failures", [1, 1000])
+def test_a_checkpoint_that_cannot_be_read_for_now_is_not_damaged(
+    model: Path, saved: Path, tmp_path: Path, failures: int
+) -> None:
+    """A file server that fails over: the file is read again, or the run does not start; in a running job the save is
+    complete. Nothing goes to aside/."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root, symlinks=True)
+    for said, names in run_ranks(_with_stale_files, 2, model, root, failures):
+        if failures == 1:
+            assert said == "('step_000002', [])" and names == {"latest", "step_000002", "step_000003"}
+        else:
+            assert "cannot be read now (Stale file handle)" in said and "step_000002" in said
+            assert names == {"latest", "step_000001", "step_000002", "step_000003"}
 
 
 def test_what_crashes_leave_is_swept(model: Path, saved: Path, tmp_path: Path) -> None:

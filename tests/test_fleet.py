@@ -21,6 +21,7 @@ from support.fake_fleet import (
     synced,
     work_of,
 )
+from support.logged import logged_lines
 
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
@@ -292,7 +293,9 @@ def test_a_late_group_costs_what_is_not_done(answers: bool) -> None:
 
     world.reply = reply
     fleet, work = world.fleet(2, request_timeout_s=10.0, probe_every_s=1000.0), work_of(groups(3, 3))
+    said = logged_lines()
     assert sorted(dispatch(fleet, work)) == [0, 1][not answers :]
+    assert any("1 requests have waited longer than 10 s and are ended: 1-0-0 on " in line for line in said)
     assert work.is_complete and bool(work.lost) == (not answers) and work.retries == 0
     assert world.now < (11 if answers else 42) and nothing_in_flight(fleet)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from support.job import job_config, nearly, read_metrics
 from support.killing import Kill, arm, run_killed, run_whole, train_or_die
 from support.launch import RankError, run_ranks
 
+from dppo_megatron.checkpoint.checkpoint_dir import read_manifest, write_manifest
 from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import FREE, check_changes, config_values, saved_values
 from dppo_megatron.job import prepare_job
@@ -177,12 +179,19 @@ def test_a_run_is_where_it_is_from_any_directory(
 def test_a_finished_run_stays_as_it_is(
     files: Path, whole: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Starting it again does no step; asking for more steps goes on where it ended."""
+    """Starting it again does no step, and names libraries of another version; asking for more steps goes on where it
+    ended."""
     run_dir = tmp_path / "run"
     shutil.copytree(whole["tp1"], run_dir, symlinks=True)
     before = (run_dir / "metrics.jsonl").read_bytes()
+    manifest = read_manifest(newest := run_dir / "checkpoints" / "step_000003")
+    assert not isinstance(manifest, str)
+    older = manifest.versions | {"torch": "2.4.0", "megatron_core": "0.15.0"}
+    write_manifest(newest, replace(manifest, versions=older))
     run_whole(files, run_dir, 1, SHORT)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+    said = [line for line in capfd.readouterr().out.splitlines() if "changed since the run began: " in line]
+    assert len(said) == 2 and said[0].endswith(f"torch: 2.4.0 -> {torch.__version__}") and "0.15.0 -> " in said[1]
     assert run_status(run_dir) == "finished"
     assert run_killed(files, run_dir, 1, SHORT | {"steps": 5}, Kill("generate", 2))
     assert "changed since the run began: steps: 3 -> 5" in capfd.readouterr().out

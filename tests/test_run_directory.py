@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import socket
 import tempfile
@@ -206,6 +207,38 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert "metrics.jsonl cannot be written (File too large)" in first and second.endswith("no line is lost")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
+
+
+def _exchanged(lines: JsonLines, path: Path, flags: int) -> None:
+    """The descriptor leads to `path` instead."""
+    os.dup2(other := os.open(path, flags), lines._file.fileno())
+    os.close(other)
+
+
+LOSE = {
+    "replaced": lambda lines, path: os.replace(shutil.copy(path, path.with_name("copy")), path),
+    "another file": lambda lines, path: _exchanged(lines, Path(os.devnull), os.O_RDWR),
+    "no writing": lambda lines, path: _exchanged(lines, path, os.O_RDONLY),
+    "half a line": lambda lines, path: path.open("a").write('{"st') and _exchanged(lines, path, os.O_RDONLY),
+}
+
+
+@pytest.mark.parametrize("how", LOSE)
+@pytest.mark.parametrize("last", ["line", "sync"])
+def test_a_record_that_was_replaced_or_became_stale_is_opened_again(tmp_path: Path, how: str, last: str) -> None:
+    """By an editor, or as a file server that fails over leaves a descriptor: no line is missing, also at a save."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(2):
+        lines.write({"step": step})
+    LOSE[how](lines, path)
+    said = lines.write({"step": 2}) if last == "line" else lines.sync()
+    said += [*lines.write({"step": 3}), *lines.sync()]
+    assert said == [f"{path} was opened again"]
+    lines.close()
+    rewind(path, 3, lines.sums)
+    expected = [0, 1, 2, 3] if last == "line" else [0, 1, 3]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
 
 
 def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:

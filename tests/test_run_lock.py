@@ -52,19 +52,21 @@ def test_a_trainer_of_another_host_is_known_by_its_heartbeat(tmp_path: Path, mon
     path = tmp_path / "lock.json"
     path.write_text(json.dumps(holder))
     os.utime(path, (time.time() - 3600,) * 2)
-    lock = RunLock(tmp_path)
+    lock = RunLock(tmp_path, stale_s=0.3)
     assert lock.took_over == "host elsewhere, process 1, Slurm job 77 (attempt 2), since yesterday"
     lock.release()
     path.write_text(json.dumps(holder))
-    beating = subprocess.Popen(
-        [sys.executable, "-c", "import os,sys,time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.02)", str(path)]
-    )
-    try:
-        with pytest.raises(UserError, match="host elsewhere, process 1, Slurm job 77"):
-            RunLock(tmp_path, stale_s=30.0)
-    finally:
-        beating.kill()
-        beating.wait()
+    for behind_s in (0, 300):  # a client of Lustre dates its own heartbeats, by a clock that may be wrong
+        at = f"(time.time() - {behind_s},) * 2"
+        beat = f"import os,sys,time\nwhile True: os.utime(sys.argv[1], {at}); time.sleep(0.02)"
+        os.utime(path, (time.time() - behind_s,) * 2)
+        beating = subprocess.Popen([sys.executable, "-c", beat, str(path)])
+        try:
+            with pytest.raises(UserError, match="host elsewhere, process 1, Slurm job 77"):
+                RunLock(tmp_path, stale_s=30.0)
+        finally:
+            beating.kill()
+            beating.wait()
     RunLock(tmp_path, stale_s=0.3).release()  # it has stopped
     path.write_text(json.dumps(holder))
     os.utime(path, (time.time() + 1e6,) * 2)  # by a clock that was wrong: its age is less than nothing, for days
@@ -105,6 +107,24 @@ def test_a_file_server_keeps_the_lock_of_a_machine_that_has_vanished(
     former.release()
 
 
+@pytest.mark.parametrize("call", ["stat", "fstat", "pread"])
+def test_a_file_server_that_fails_for_a_moment_is_no_other_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    lock = RunLock(tmp_path)
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, stale)
+        lock.check()
+    (tmp_path / "lock.json").write_text("{}")
+    with pytest.raises(UserError, match="was replaced while this trainer ran"):
+        lock.check()
+    lock.release()
+
+
 @pytest.mark.parametrize(("silent_s", "written_s"), [(0.15, 61.0), (3600.0, 1.0)])
 def test_two_that_find_a_dead_trainer_do_not_both_get_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_s: float, written_s: float
@@ -140,4 +160,4 @@ def _with_kernel_lock(path: Path) -> int:
 def test_a_garbled_lock_stops_nobody(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lock.json").write_bytes(content)
     os.utime(tmp_path / "lock.json", (1, 1))
-    RunLock(tmp_path).release()
+    RunLock(tmp_path, stale_s=0.3).release()

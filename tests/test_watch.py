@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from support.job import REPOSITORY
 from support.record import write_record
 
 from dppo_megatron.config.rollout import RolloutConfig
+from dppo_megatron.evaluation import follow as follow_module
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
+from dppo_megatron.workbench.runs import run_record
 from dppo_megatron.workbench.runs.run_record import read_run
 from dppo_megatron.workbench.runs.sample_rows import LEGEND
 from dppo_megatron.workbench.watch.frame import BLOCKS, Latest, frame, seconds_left, sparkline
@@ -365,6 +369,35 @@ def test_in_a_real_terminal_until_the_run_ends(tmp_path: Path) -> None:
         (run / "lock.json").unlink()
         assert terminal.ended() == 0
         assert "finished" in terminal.seen.rpartition(b"\x1b[?1049l")[2].decode()
+
+
+def test_a_trainer_whose_clock_is_behind_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeats look five minutes old. One look sees the next of them; `eval --follow` counts from its own first
+    look, and by its own clock."""
+    run, ended = _running(write_record(tmp_path / "run", 5)), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            os.utime(run / "lock.json", (time.time() - 300,) * 2)
+
+    os.utime(run / "lock.json", (time.time() - 300,) * 2)
+    (run / "run.json").write_text('{"format": "dppo_megatron run 1", "run": "x"}')
+    asked = list[Callable[[], str]]()
+    monkeypatch.setattr(follow_module, "follow", lambda _, __, status: [asked.append(status) or status()])
+    assert main(["eval", "--follow", str(run)]) == 0 and "running" in capsys.readouterr().out
+    now = time.monotonic()
+    monkeypatch.setattr(run_record, "time", SimpleNamespace(monotonic=lambda: now + 70, time=time.time))
+    assert asked[0]() == "crashed"
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        assert main(["watch", str(run), "--once"]) == 0 and "run  running" in capsys.readouterr().out
+        assert asked[0]() == "running"
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_control_c_is_no_fault(tmp_path: Path) -> None:

@@ -10,17 +10,24 @@ wrote it and newer good ones replace it. Whatever is damaged, of another run or 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
 import shutil
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dppo_megatron.distributed import gather_all, share
+from dppo_megatron.distributed import gather_all, on_every_rank, share
 from dppo_megatron.files import move_into
+from dppo_megatron.types import UserError
+
+T = TypeVar("T")
 
 ASIDE = "aside"
 
@@ -31,6 +38,7 @@ LOOP = "loop.pt"
 """File with the loop's own state; the other files are Megatron's and the model's."""
 
 _FORMAT = "dppo_megatron checkpoint 2"
+_TRY_AFTER_S = (0.0, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +70,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or what is wrong with the manifest; the files that it lists are not checked."""
-    path = directory / FILE
+    """The manifest of a checkpoint, or what is wrong with the manifest; the files that it lists are not checked. Raises
+    UserError if it cannot be read for now."""
+    return _patiently(directory / FILE, _read_manifest)
+
+
+def _read_manifest(path: Path) -> Manifest | str:
     try:
         if path.exists() and not path.is_file():  # on a pipe, reading would block
             return f"its {FILE} is not a file"
@@ -77,8 +89,25 @@ def read_manifest(directory: Path) -> Manifest | str:
         return Manifest(**raw)
     except FileNotFoundError:
         return f"it holds no {FILE}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {FILE} cannot be read ({type(error).__name__}: {error})"
+
+
+def _patiently(path: Path, read: Callable[[Path], T]) -> T | str:
+    """`read(path)`, or that there is no such file. Any other error of the file system says nothing about the file: a
+    server may be failing over. The file is then tried again, and at last UserError is raised."""
+    for wait_s in _TRY_AFTER_S:
+        time.sleep(wait_s)
+        try:
+            return read(path)
+        except OSError as error:
+            reason = str(error.strerror)
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return f"{path.name} cannot be read ({reason})"
+    raise UserError(
+        f"'{path}' cannot be read now ({reason}). The checkpoint may be whole, so it stays where it is: start again"
+        " when it can be read, or move it away"
+    )
 
 
 def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
@@ -87,20 +116,25 @@ def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 
 
 def faults(directory: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint, a line for each fault; the same on every rank. Collective."""
-    mine = share(sorted(manifest.files.items()))
-    return gather_all([fault for name, entry in mine if (fault := _fault(directory / name, *entry))])
-
-
-def _fault(path: Path, size: int, checksum: str) -> str:
+    """What is wrong with the files of a checkpoint, a line for each fault; the same on every rank. Collective. Raises
+    UserError if a file cannot be read for now."""
+    files, mine = share(sorted(manifest.files.items())), list[str | UserError]()
     try:
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
-        if not path.is_file():
-            return f"{path.name} is not a file"
-        return "" if _sha256(path) == checksum else f"{path.name} has another checksum than when it was written"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+        mine += [_patiently(directory / name, partial(_fault, *entry)) for name, entry in files]
+    except UserError as error:
+        mine.append(error)
+    found = gather_all(mine)
+    for unread in (one for one in found if isinstance(one, UserError)):
+        raise on_every_rank(unread)
+    return [str(fault) for fault in found if fault]
+
+
+def _fault(size: int, checksum: str, path: Path) -> str:
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} bytes instead of {size}"
+    if not path.is_file():
+        return f"{path.name} is not a file"
+    return "" if _sha256(path) == checksum else f"{path.name} has another checksum than when it was written"
 
 
 def _own_sum(raw: dict[str, Any]) -> str:
@@ -125,13 +159,11 @@ def named(root: Path) -> list[tuple[int, Path]]:
 
 def read_own(path: Path, run: str) -> Manifest | str:
     """The manifest of a checkpoint of `run`, or why `path` is not one; the files that it lists are not checked."""
-    if not path.exists():
-        return "it is a link whose target does not exist"
-    if not path.is_dir():
-        return "it is not a directory"
     manifest = read_manifest(path)
     if isinstance(manifest, str):
-        return manifest
+        if not path.exists():
+            return "it is a link whose target does not exist"
+        return manifest if path.is_dir() else "it is not a directory"
     if step_name(manifest.step) != path.name:
         return f"it is the checkpoint of step {manifest.step} under another name"
     if manifest.run != run:

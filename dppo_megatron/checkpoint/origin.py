@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from dppo_megatron.checkpoint.checkpoint_dir import LOOP, read_manifest
 from dppo_megatron.checkpoint.state import read_state
-from dppo_megatron.checkpoint.store import CheckpointStore, check
+from dppo_megatron.checkpoint.store import VERSIONS, CheckpointStore, check
 from dppo_megatron.config.changes import check_changes, saved_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero
@@ -27,7 +27,7 @@ class Origin:
     record_sums: dict[str, dict[int, int]]
     """CRC-32 of each line of the run's logs when it was written, by file and step."""
     data_changes: tuple[str, ...]
-    """A line for each problem set that has changed in a way that is allowed."""
+    """A line for each problem set that has changed in a way that is allowed, and each library of another version."""
 
 
 DataCheck: TypeAlias = Callable[[Mapping[str, Any], str], list[str]]
@@ -83,6 +83,8 @@ def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool
         if manifest.step > config.steps:
             raise UserError(f"steps = {config.steps}: {directory} has done {manifest.step}; set steps to that or more")
         changes = check_data(manifest.data, str(directory))
+        before = manifest.versions  # other libraries may round otherwise: the run is then not the same bit for bit
+        changes += [f"{name}: {before.get(name)} -> {now}" for name, now in VERSIONS.items() if before.get(name) != now]
         sums = read_state(directory / LOOP)["loop"].get("record", {}) if own else {}
         return Origin(directory, manifest.step, own, sums, tuple(changes))
 

@@ -47,6 +47,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 from dppo_megatron.weights.torch_dist import read_metadata
 
+VERSIONS = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
 COMMON = "common.pt"
 _COMMON_INSIDE_SINCE = Version("0.17")
 """From this version on, megatron-core stores what is not sharded among the shards; it still reads common.pt."""
@@ -201,8 +202,8 @@ class CheckpointStore:
         self._good[target.name] = from_rank_zero(lambda: _stats(target, manifest))
         try:
             self._retire(manifest.step)
-        except OSError as error:  # the new checkpoint is complete regardless
-            log(f"warning: an old checkpoint could not be removed or put aside ({error})")
+        except (OSError, UserError) as error:  # the new checkpoint is complete regardless
+            log(f"warning: an old checkpoint could not be checked, removed or put aside ({error})")
 
     def _name(self, incomplete: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its final name. On rank 0."""
@@ -238,8 +239,7 @@ class CheckpointStore:
 
 def describe(step: int, config: dict[str, Any], data: dict[str, Any] | None = None, *, run: str) -> Manifest:
     """The manifest of a checkpoint that is about to be written."""
-    versions = {"dppo_megatron": __version__, "torch": torch.__version__, "megatron_core": megatron_version}
-    return Manifest(step, run, config, dist.get_world_size(), {}, versions, data or {})
+    return Manifest(step, run, config, dist.get_world_size(), {}, VERSIONS, data or {})
 
 
 def check(directory: Path) -> str:

@@ -111,11 +111,13 @@ class _Follower:
 
     def left(self) -> list[tuple[int, Path]]:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
-        return [
-            (step, path)
-            for step, path in named(self._root)
-            if not self._is_done(step) and not isinstance(read_own(path, self._run), str)
-        ]
+        return [(step, path) for step, path in named(self._root) if not self._is_done(step) and self._is_complete(path)]
+
+    def _is_complete(self, path: Path) -> bool:
+        try:
+            return not isinstance(read_own(path, self._run), str)
+        except UserError:
+            return False  # it cannot be read for now; it is looked at again
 
     def evaluate_left(self) -> None:
         """Evaluate all checkpoints that are left, the earliest first, including those that appear meanwhile."""

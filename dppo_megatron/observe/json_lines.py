@@ -11,6 +11,7 @@ rollouts are 1.9 GB. A full bounded record drops its older half, so that each by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -50,7 +51,7 @@ class JsonLines:
 
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None, max_bytes: int = 0) -> None:
         self._path, self._max_bytes = path, max_bytes
-        self._file = append_to(path)  # open for the life of the run
+        self._file = append_to(path)
         self._waiting: list[bytes] = []
         self._has_dropped = False
         self.sums = dict(sums or {})
@@ -73,8 +74,18 @@ class JsonLines:
         """Write the waiting lines. A line that was written only in part is removed again before OSError is raised.
 
         Returns:
-            Log lines: the file was full.
+            Log lines: the file was full, or was opened again.
         """
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path)):
+                return self._bound(self._write_waiting())
+        except OSError:
+            pass  # perhaps of a descriptor that a file server's failover has made stale, for ever
+        self._reopen()
+        return [f"{self._path} was opened again", *self._bound(self._write_waiting())]
+
+    def _write_waiting(self) -> int:
+        """Returns the bytes of the last line; 0: none was written."""
         last_size = 0
         while self._waiting:
             rest = memoryview(self._waiting[0])
@@ -86,7 +97,15 @@ class JsonLines:
                 self._file.truncate(end)
                 raise
             last_size = len(self._waiting.pop(0))
-        return self._bound(last_size)
+        return last_size
+
+    def _reopen(self) -> None:
+        before, self._file = self._file, append_to(self._path)
+        with contextlib.suppress(OSError):
+            before.close()
+        size = self._file.seek(0, os.SEEK_END)
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # half a line, which could not be removed
+            self._file.write(b"\n")
 
     def _bound(self, last_size: int) -> list[str]:
         """Drop the older half if the file is too large. `last_size`: bytes of the last line; 0: none was written."""
@@ -116,8 +135,7 @@ class JsonLines:
         with replacing(self._path, durable=True) as file:
             file.write(head)
             shutil.copyfileobj(self._file, file, _BLOCK)
-        before, self._file = self._file, append_to(self._path)
-        before.close()
+        self._reopen()
 
     def sync(self) -> list[str]:
         """As `flush`, and force everything onto the disk. Raises OSError if that fails."""

@@ -72,9 +72,10 @@ class RunLock:
         """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
         try:
             is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
+            is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine
         except OSError:
             return  # an unresponsive file system is no sign of another trainer
-        if is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine:
+        if is_taken:
             raise UserError(
                 f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
                 f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
@@ -131,15 +132,16 @@ class RunLock:
 
     def _is_alive(self, descriptor: int, holder: dict[str, Any], kernel_locks: bool, extra_s: float = 0.0) -> bool:
         """Whether the process that `holder` describes still runs, as far as can be known here. Waits for its next
-        heartbeat until the last one is `stale_s` old, and `extra_s` more."""
+        heartbeat until the last one is `stale_s` old, a quarter of that at least, and `extra_s` more."""
         if kernel_locks and holder.get("host") == socket.gethostname() and holder.get("boot") == _boot_id():
             return False  # this process holds the kernel's lock, so no other process of this machine does
         last_beat = os.fstat(descriptor).st_mtime_ns
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=f".{FILE}.") as probe:  # for the server's clock
             age_s = (os.fstat(probe.fileno()).st_mtime_ns - last_beat) / 1e9
-        left_s = max(0.0, self._stale_s - max(0.0, age_s)) + extra_s  # a heartbeat in the future counts as now
-        if left_s > 0:
-            log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
+        # A heartbeat in the future counts as now. Some file systems store the holder's clock, which may be minutes off:
+        # so three heartbeats are awaited, however old the last one looks.
+        left_s = max(self._stale_s / 4, self._stale_s - max(0.0, age_s)) + extra_s
+        log(f"{self._path}: waiting up to {left_s:.2g} s for a sign of life of {_name(holder)}")
         deadline = time.monotonic() + left_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._stale_s / 10))

@@ -379,12 +379,13 @@ class Dispatch:
             for work, index, where in waiting
             if now - work.first_asked.get(index, now) > limit_s and index not in work.ended
         ]
-        self._end_late([(work, index) for work, index, _ in late if work.may_lose])
+        if ended := [each for each in late if each[0].may_lose]:
+            log(f"rollout: {len(ended)} requests have waited longer than {limit_s:g} s and are ended: {_listed(ended)}")
+            self._end_late([(work, index) for work, index, _ in ended])
         if late := [each for each in late if not each[0].may_lose]:
-            names = [f"{work.groups[index].request_id}{where}" for work, index, where in late]
             raise RunAborted(
                 f"{len(late)} requests (step-prompt-completion) have waited longer than"
-                f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(names)}"
+                f" rollout.limits.request_timeout_s = {limit_s:g} s since their first try: {_listed(late)}"
             )
         return True
 
@@ -394,9 +395,9 @@ class Dispatch:
             work.ended.add(index)
             if index in work.pending:
                 self._give_up(work, index, _LATE)
-        if late:
-            self._clients.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
+        self._clients.end([t for t, one in self._attempts.items() if (one.work, one.index) in late])
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+def _listed(late: Sequence[tuple[Work, int, str]]) -> str:
+    names = [f"{work.groups[index].request_id}{where}" for work, index, where in late[:8]]
+    return ", ".join(names) + (f", and {len(late) - 8} more" if len(late) > 8 else "")

@@ -140,11 +140,12 @@ def _follow(arguments: argparse.Namespace, settings: Sequence[str], sets: Sequen
     from dppo_megatron.workbench.runs.run_record import run_status
 
     run: Path = arguments.follow
+    heartbeat = [0.0, 0.0]  # older than any: a lock must be seen to stay the same before its trainer counts as dead
     deadline = time.monotonic() + _TO_BEGIN_S
     with progress(f"waiting for {run} to begin"):
         while not (run / "config.yaml").is_file():
             is_empty = run.parent.is_dir() and not (run.exists() and any(run.iterdir()))
-            if run_status(run) != "running" and (time.monotonic() > deadline or not is_empty):
+            if run_status(run, heartbeat) != "running" and (time.monotonic() > deadline or not is_empty):
                 wanted = f"a run that has begun, or begins within {_TO_BEGIN_S:.0f} s"
                 raise UserError(f"--follow '{run}': holds no config.yaml; name the run_dir of {wanted}")
             time.sleep(0.5)
@@ -153,4 +154,4 @@ def _follow(arguments: argparse.Namespace, settings: Sequence[str], sets: Sequen
         from dppo_megatron.evaluation.follow import follow
     options = {name: getattr(arguments, name) for name in ("data", "out", "limit")}
     evaluation = EvalArguments(str(run), settings, sets, follow=True, **options)
-    return follow(evaluation, read_identity(run), lambda: run_status(run))
+    return follow(evaluation, read_identity(run), lambda: run_status(run, heartbeat))

@@ -14,6 +14,7 @@ import os
 import select
 import sys
 import termios
+import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,10 @@ def execute(arguments: argparse.Namespace) -> int:
         return frame(latest, console.width, members)
 
     with progress(f"reading {arguments.watched}"):
-        shown = picture()
+        shown, until = picture(), time.monotonic() + 6.0
+        while latest.record.status == "crashed" and time.monotonic() < until:
+            time.sleep(0.5)  # its clock may differ: if it lives, the next heartbeat comes within 5 s
+            shown = picture()
     is_over = arguments.once or latest.record.status != "running"
     if is_over or not console.is_terminal or console.is_dumb_terminal:
         console.print(shown)

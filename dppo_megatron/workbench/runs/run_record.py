@@ -143,6 +143,7 @@ class Follow:
             raise UserError(f"'{path}' holds neither run.json nor metrics.jsonl; name the run_dir of a run")
         self._path = path
         self._decode = msgspec.json.Decoder().decode
+        self._heartbeat: list[float] = []
         self._followed: dict[Path, dict[str, Any]] = {}
         """results.json of the steps that `eval --follow` has evaluated."""
         self._begin()
@@ -172,7 +173,7 @@ class Follow:
         if to_the_end:
             self._take(self._rest)  # if it is no whole line, a kill has truncated it, which is not counted as damage
         self._add_followed()
-        self.record.status = run_status(self._path)
+        self.record.status = run_status(self._path, self._heartbeat)
         self.record.notes = [f"metrics.jsonl: {self._damaged} damaged lines are left out"] if self._damaged else []
         return self.record
 
@@ -231,15 +232,21 @@ def finite_number(value: Any) -> float | None:
     return value
 
 
-def run_status(path: Path) -> str:
-    """finished, running, crashed or stopped, as the files say."""
-    lock = path / LOCK
-    if lock.exists():
-        try:
-            return "running" if time.time() - lock.stat().st_mtime < _HEARTBEAT_S else "crashed"
-        except OSError:
-            pass  # released at this moment
-    return "finished" if (path / "summary.json").exists() else "stopped"
+def run_status(path: Path, seen: list[float] | None = None) -> str:
+    """finished, running, crashed or stopped, as the files say.
+
+    Args:
+        seen: date of the last heartbeat and when it was seen, from the last call. The date decides only in a first
+            look: the clock of the trainer's machine may differ, so later any change is a sign of life.
+    """
+    seen, now = [] if seen is None else seen, time.monotonic()
+    try:
+        beat = (path / LOCK).stat().st_mtime
+    except FileNotFoundError:
+        return "finished" if (path / "summary.json").exists() else "stopped"
+    if seen[:1] != [beat]:
+        seen[:] = beat, now if seen else now + beat - time.time()
+    return "running" if now - seen[1] < _HEARTBEAT_S else "crashed"
 
 
 def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
