@@ -58,7 +58,7 @@ UNWRITTEN = (UserError, OSError, CheckpointException)
 
 
 class Stopped(Exception):
-    """A signal has ended the run before its last step, with a checkpoint: exit code 0."""
+    """A signal has ended the run before its last step, with a checkpoint unless it was in SFT: exit code 0."""
 
 
 class Run:
@@ -160,7 +160,7 @@ class Run:
         if num_steps:
             log(f"SFT: {num_steps} supervised steps")
         start = time.perf_counter()
-        self.loop.sft()
+        self.loop.sft(self._stop_sft_on_signal)
         self.summary.sft_s = time.perf_counter() - start
         if num_steps:
             log(f"SFT: done in {self.summary.sft_s:.1f} s")
@@ -434,15 +434,21 @@ class Run:
 
     def _stop_on_signal(self, step: int) -> None:
         """Save and end the run if any rank got a signal. Collective."""
-        is_signalled = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
-        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX)
-        if is_signalled.item() and step < self.last_step:
-            saved = self._save(step) and self._finalize(blocking=True)
-            name = self._stop_requests.received or "another rank got a signal"
-            if not saved:
+        if (name := self._signal()) and step < self.last_step:
+            if not (self._save(step) and self._finalize(blocking=True)):
                 message = f"stopped after step {step} ({name}), but no checkpoint could be written"
                 raise on_every_rank(RunAborted(message))
             raise Stopped(f"stopped after step {step} ({name}). {self._how_to_resume()}")
+
+    def _stop_sft_on_signal(self, done: int) -> None:
+        if name := self._signal():
+            raise Stopped(f"stopped after SFT step {done} ({name}). SFT has no checkpoint; the same command starts it over")
+
+    def _signal(self) -> str:
+        """The signal that asks the run to stop; empty if no rank got one. Collective."""
+        is_signalled = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
+        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX)
+        return (self._stop_requests.received or "another rank got a signal") if is_signalled.item() else ""
 
     def _how_to_resume(self) -> str:
         config = shlex.quote(str(self._directory / "config.yaml"))

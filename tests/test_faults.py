@@ -338,9 +338,9 @@ def test_what_a_quota_leaves_out_at_the_end_is_said(
 
 def _stop_and_fail_to_save(files: Path, run_dir: Path, name: str, error: BaseException) -> str:
     """On a rank: a method of the store raises `error` in the save of a run that is asked to stop; how it ends."""
-    job = prepare_job(job_config(files, run_dir, **SHORT | {"checkpoint__async_save": True}), 1)
+    extra = SHORT | {"checkpoint__async_save": True, "sft__steps": 1}  # after the only step it goes on to a checkpoint
     try:
-        with Run(job) as run:
+        with Run(prepare_job(job_config(files, run_dir, **extra), 1)) as run:
             plain = getattr(run._store, name)
 
             def fail(*arguments: Any, **keywords: Any) -> Any:

@@ -27,7 +27,7 @@ from dppo_megatron.config.changes import FREE, check_changes, config_values
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.pruning.prompt_score import FittedScore
-from dppo_megatron.run import Run
+from dppo_megatron.run import Run, Stopped
 from dppo_megatron.train import train
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
@@ -255,6 +255,26 @@ def test_signals_save_and_leave(files: Path, tmp_path: Path) -> None:
         assert names == {"latest", f"step_{last:06d}"}
     run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
+
+
+def _signalled_in_sft(files: Path, run_dir: Path) -> str:
+    """On ranks: the second gets a signal in SFT's second step of 4; how the run ends."""
+    try:
+        with Run(prepare_job(job_config(files, run_dir, **SHORT), 2)) as run:
+            if run.loop.actor.layout.rank == 1:
+                arm(run, Kill("sft", 2), lambda: os.kill(os.getpid(), signal.SIGTERM))
+            train(run)
+    except Stopped as stopped:
+        return str(stopped)
+    return "trained"
+
+
+def test_a_signal_in_sft_ends_the_run_after_that_step(files: Path, tmp_path: Path) -> None:
+    """On all ranks, and without a checkpoint, as is said."""
+    ends = run_ranks(_signalled_in_sft, 2, files, tmp_path / "run")
+    said = "stopped after SFT step 2 ({}). SFT has no checkpoint; the same command starts it over"
+    assert ends == [said.format("another rank got a signal"), said.format("SIGTERM")]
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_slurms_sigterm_and_torchruns_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
