@@ -37,9 +37,9 @@ from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error
-from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
+from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
-from dppo_megatron.observe.trackers.process import Begin, StepLine
+from dppo_megatron.observe.trackers.process import Begin, Cell, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
@@ -113,7 +113,9 @@ class Run:
         self._first_step = 1
         self.last_step = job.config.steps
         self._recorded: int | None = None
-        """The step of the last line in metrics.jsonl, or of the checkpoint that the run began from; None: neither."""
+        """The step that was last recorded, or that of the checkpoint that the run began from; None: neither."""
+        self._due: tuple[int, dict[str, Any], list[list[Cell]]] | None = None
+        """Step, line and table of samples of the last step, which metrics.jsonl gets with its evaluation."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
@@ -166,6 +168,7 @@ class Run:
             log(f"SFT: done in {self.summary.sft_s:.1f} s")
         self.loop.start_rl()
         self._load_engine()
+        self._recorded, self._due = 0, (0, {}, [])
 
     def resume(self) -> None:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
@@ -187,7 +190,7 @@ class Run:
         self._started -= self.summary.wall_s
         self._first_step, self._recorded = state["step"] + 1, state["step"]
         log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
-        self._begin_new_sets(state["step"])
+        self._resume_evaluation(state)
 
     def _load_engine(self) -> None:
         with progress("first weight sync"):
@@ -199,14 +202,9 @@ class Run:
             self._stop_on_signal(0)
         yield from range(self._first_step, self.last_step + 1)
 
-    def record_start(self, scores: Sequence[EvalScores]) -> None:
-        """Write the line of step 0 to metrics.jsonl: the evaluation before training."""
-        self.summary.eval_before = _averages(scores)
-        self._write_metrics(0, {}, scores)
-        self._recorded = 0
-
-    def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
-        """Write a finished step to metrics.jsonl and trace.jsonl, and log it. Collective.
+    def record(self, step: Step) -> None:
+        """Write a finished step to metrics.jsonl and trace.jsonl, and log it. If an evaluation is due, its line waits
+        for that. Collective.
 
         Raises:
             UserError: another trainer has taken over the run directory.
@@ -215,35 +213,63 @@ class Run:
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
-        self.summary.eval_after = _averages(scores) or self.summary.eval_after
         if self._files and record.counts:
             self._files.begin_step()
             self.summary.add(record.counts, record.metrics)
             self._files.write("trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)})
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
-        self._write_metrics(step.number, record.line(), scores, step.samples)
+        every = self._config.observe.tracking.samples_every
+        shown = table(step.samples) if self._trackers and every and step.number % every == 0 else []
+        if _is_due(step.number, self._config.eval.every_steps, self.last_step):
+            self._due = step.number, record.line(), shown
+        else:
+            self._write_metrics(step.number, record.line(), shown)
         self._recorded = step.number
 
+    def evaluate_if_due(self) -> None:
+        """Evaluate if that is due after the last step, and write the step's line. Collective.
+
+        Raises:
+            Stopped: a signal has come before. The resumed run makes the evaluation.
+        """
+        if self._due is None:
+            return
+        step, line, shown = self._due
+        self._stop_on_signal(step)
+        scores = self.loop.evaluate()
+        self._sum_up(step, _averages(scores))
+        self._write_metrics(step, line, shown, scores)
+        self._due = None
+
+    def _sum_up(self, step: int, scores: dict[str, float | None]) -> None:
+        """Enter an evaluation into the summary; the first one of a set is its score before training."""
+        summary = self.summary
+        new = {name: score for name, score in scores.items() if name not in summary.eval_before}
+        summary.eval_before |= new
+        if step:
+            summary.eval_before_step |= dict.fromkeys(new, step)
+            summary.eval_after = scores or summary.eval_after
+
     def _write_metrics(
-        self, step: int, line: dict[str, Any], scores: Sequence[EvalScores], samples: Sequence[RecordedGroup] = ()
+        self, step: int, line: dict[str, Any], shown: list[list[Cell]], scores: Sequence[EvalScores] = ()
     ) -> None:
         if self._files:
             line = line | {key: value for one in scores for key, value in one.metrics().items()}
             if scores:
                 line["eval/problems"] = {one.name: one.by_problem for one in scores}
             if self._trackers:
-                every = self._config.observe.tracking.samples_every
-                shown = table(samples) if every and step % every == 0 else []
                 self._trackers.step(StepLine(step, time.time(), numbers(line), COLUMNS if shown else [], shown))
                 line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)
         log(*(f"step {step:>4}: {one.line()}" for one in scores))
 
     def _start_trackers(self) -> Trackers | None:
-        observe = self._config.observe
-        if not (self._writes and observe.trackers):
+        observe, resumed = self._config.observe, None
+        if not (self._files and observe.trackers):
             return None
+        if self._origin is not None and self._origin.own:
+            resumed = self._origin.step - (self._files.metrics_of(self._origin.step) is None)  # its line waits
         begin = Begin(
             run=self._run,
             directory=str((self._directory / TRACKERS).absolute()),
@@ -252,13 +278,9 @@ class Run:
             tags=observe.tracking.tags,
             offline=observe.tracking.offline,
             config=settings(config_values(self._config)),
-            resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
+            resumed_step=resumed,
         )
         return Trackers(observe.trackers, begin, observe.tracking.drain_s)
-
-    def is_evaluation_step(self, step: int) -> bool:
-        """Whether `step` is the last one, or one of every `eval.every_steps`."""
-        return _is_due(step, self._config.eval.every_steps, self.last_step)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
@@ -267,18 +289,22 @@ class Run:
         return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due, and end the run if a guard or a signal demands it. Collective. Each rank
-        also returns freed memory to the system, by its own clock.
-
-        Raises:
-            Stopped: the run ends here.
-        """
+        """Save a checkpoint if one is due; before the evaluation, which may be long. Collective. Each rank also returns
+        freed memory to the system, by its own clock."""
         self._finalize(blocking=False)
-        self._check_guard(step)
-        self._stop_on_signal(step)
         if _is_due(step, self._config.checkpoint.every_steps, self.last_step):
             self._save(step)
         self._freed_memory.return_if_due()
+
+    def stop_if_asked(self, step: int) -> None:
+        """End the run, with a checkpoint, if a guard or a signal demands it. Collective.
+
+        Raises:
+            Stopped: a signal demands it.
+            RunAborted: a guard does.
+        """
+        self._check_guard(step)
+        self._stop_on_signal(step)
 
     def finish(self) -> None:
         """Write the Hugging Face checkpoint and summary.json, and print the closing table. Collective."""
@@ -321,6 +347,19 @@ class Run:
             raise RunAborted(f"all steps are done, but {what}{advice}") from None
         except UserError as error:
             raise RunAborted(f"all steps are done, but {error}{advice}") from None
+
+    def _resume_evaluation(self, state: dict[str, Any]) -> None:
+        """Enter the evaluation that was due after the checkpoint's step if metrics.jsonl has it, else make it. In a run
+        that begins from another run's checkpoint only after the last step. Collective."""
+        step, due = state["step"], state.get("due")
+        line = from_rank_zero(lambda: self._files.metrics_of(step) if self._files and due else None)
+        if line is not None:
+            keys = {name: f"eval/{name}/pass@1" for name in eval_set_configs(self._config)}
+            self._sum_up(step, {name: line[key] for name, key in keys.items() if key in line})
+        elif due and self._origin is not None and (self._origin.own or step == self.last_step):
+            self._due = step, due[1] if self._origin.own else {}, due[2]
+        if self._due is None:
+            self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
         """Evaluate sets that were added since the run was last started: `step`, from which it resumes, is their score
@@ -380,8 +419,8 @@ class Run:
             self._files.close()
 
     def _save_after_abort(self) -> None:
-        """Save a checkpoint if the run was aborted between two steps, or in the sync that ends a step. Not if it was in
-        the evaluation after that: a run resumed from there would lack that step in its record. Collective."""
+        """Save a checkpoint if the run was aborted between two steps, in the sync that ends a step, or in the
+        evaluation after that, which the resumed run makes. Collective."""
         step = self.loop.current
         if step is not None and step.is_updated:  # the actor has the step's weights, even if the engine does not
             log(*self.loop.finish(step))
@@ -398,6 +437,7 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
+            state |= {"due": self._due}
             manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
@@ -434,7 +474,7 @@ class Run:
 
     def _stop_on_signal(self, step: int) -> None:
         """Save and end the run if any rank got a signal. Collective."""
-        if (name := self._signal()) and step < self.last_step:
+        if (name := self._signal()) and (step < self.last_step or self._due is not None):
             if not (self._save(step) and self._finalize(blocking=True)):
                 message = f"stopped after step {step} ({name}), but no checkpoint could be written"
                 raise on_every_rank(RunAborted(message))
@@ -442,7 +482,9 @@ class Run:
 
     def _stop_sft_on_signal(self, done: int) -> None:
         if name := self._signal():
-            raise Stopped(f"stopped after SFT step {done} ({name}). SFT has no checkpoint; the same command starts it over")
+            raise Stopped(
+                f"stopped after SFT step {done} ({name}). SFT has no checkpoint; the same command starts it over"
+            )
 
     def _signal(self) -> str:
         """The signal that asks the run to stop; empty if no rank got one. Collective."""
