@@ -184,12 +184,23 @@ def test_a_finished_run_stays_as_it_is(
     before = (run_dir / "metrics.jsonl").read_bytes()
     run_whole(files, run_dir, 1, SHORT)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert run_status(run_dir) == "finished" and "heldout pass@1" not in capfd.readouterr().out.partition("->")[0]
+    assert run_status(run_dir) == "finished" and "step    3: heldout" not in capfd.readouterr().out
     assert run_killed(files, run_dir, 1, SHORT | {"steps": 5}, Kill("generate", 2))
     assert "changed since the run began: steps: 3 -> 5" in capfd.readouterr().out
     assert run_status(run_dir) != "finished" and json.loads((run_dir / "old/summary.0001.json").read_text())
     run_whole(files, run_dir, 1, SHORT | {"steps": 4})
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4] and run_status(run_dir) == "finished"
+
+
+def test_more_steps_raise_a_decayed_rate_aloud(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half of a linear decay from 1e-3 is left where it had ended."""
+    extra = SHORT | {"sft__steps": 1, "steps": 2, "actor__optimizer__lr_schedule": "linear"}
+    extra |= {"actor__optimizer__lr_warmup_steps": 0, "actor__optimizer__min_learning_rate": 1e-4}
+    run_whole(files, tmp_path / "run", 1, extra)
+    run_whole(files, tmp_path / "run", 1, extra)
+    assert "the learning rate" not in (said := capfd.readouterr()).out + said.err
+    run_whole(files, tmp_path / "run", 1, extra | {"steps": 4})
+    assert "the learning rate goes from 0.0001 at the last update to 0.00055" in capfd.readouterr().out
 
 
 def test_a_spoilt_checkpoint_is_passed_over_aloud(

@@ -39,6 +39,7 @@ from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.texts import log
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS
@@ -154,11 +155,16 @@ class Actor:
         return UpdateResult(
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=float(max(group["lr"] for group in self._optimizer.param_groups)),
+            learning_rate=self.learning_rate,
             is_skipped=not applied,
             tokens=tokens,
             sums=sums,
         )
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the last update."""
+        return float(max(group["lr"] for group in self._optimizer.param_groups))
 
     def accumulate(
         self,
@@ -332,8 +338,11 @@ class Actor:
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(configured)
+        before = self.learning_rate
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
+        if not math.isclose(before, self.learning_rate, rel_tol=1e-6):
+            log(f"warning: the learning rate goes from {before:.3g} at the last update to {self.learning_rate:.3g}")
         if self._reference is not None and self._saves_reference:
             loaded_reference = [
                 state["reference"][str(index)][name]
