@@ -7,6 +7,7 @@ resume the logs are truncated to the step of that checkpoint.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import time
@@ -31,8 +32,10 @@ from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
 from dppo_megatron.distributed import from_rank_zero, on_every_rank
 from dppo_megatron.evaluation.eval_scores import EvalScores
+from dppo_megatron.evaluation.evaluator import measured_as
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
+from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
@@ -222,7 +225,8 @@ class Run:
         every = self._config.observe.tracking.samples_every
         shown = table(step.samples) if self._trackers and every and step.number % every == 0 else []
         if _is_due(step.number, self._config.eval.every_steps, self.last_step):
-            self._due = step.number, record.line(), shown
+            # as JSON, which reads back as the same values: checkpoints hold no other types that a line might have
+            self._due = step.number, json.loads(json.dumps(finite(record.line()))), shown
         else:
             self._write_metrics(step.number, record.line(), shown)
         self._recorded = step.number
@@ -358,12 +362,16 @@ class Run:
             self._sum_up(step, {name: line[key] for name, key in keys.items() if key in line})
         elif due and self._origin is not None and (self._origin.own or step == self.last_step):
             self._due = step, due[1] if self._origin.own else {}, due[2]
+        now = measured_as(self.loop.job)
+        for name in [name for name, before in state.get("eval_sets", {}).items() if now.get(name, before) != before]:
+            self.summary.eval_before.pop(name, None)  # from here on it is another set
+            self.summary.eval_after.pop(name, None)
         if self._due is None:
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate sets that were added since the run was last started: `step`, from which it resumes, is their score
-        before training. Drop the final scores of sets that were removed.
+        """Evaluate sets that were added or changed since the run was last started: `step`, from which it resumes, is
+        their score before training. Drop the final scores of sets that were removed.
 
         Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
         """
@@ -375,7 +383,7 @@ class Run:
         summary.eval_after = {name: score for name, score in summary.eval_after.items() if name in names}
         if step >= self.last_step:  # no further training: this is also the final score
             summary.eval_after |= _averages(scores)
-        log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
+        log(*(f"step {step:>4}, first evaluation of a new or changed set: {one.line()}" for one in scores))
 
     def _open_run(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
@@ -437,7 +445,7 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
-            state |= {"due": self._due}
+            state |= {"due": self._due, "eval_sets": measured_as(self.loop.job)}
             manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
