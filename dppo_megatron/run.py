@@ -7,7 +7,6 @@ resume the logs are truncated to the step of that checkpoint.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -35,7 +34,6 @@ from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import measured_as
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
-from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
@@ -118,7 +116,7 @@ class Run:
         self._recorded: int | None = None
         """The step that was last recorded, or that of the checkpoint that the run began from; None: neither."""
         self._due: tuple[int, dict[str, Any], list[list[Cell]]] | None = None
-        """Step, line and table of samples of the last step, which metrics.jsonl gets with its evaluation."""
+        """The recorded step, its line and table of samples, while the line waits for the step's evaluation."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
@@ -200,14 +198,16 @@ class Run:
             self.loop.load_engine()
 
     def remaining_steps(self) -> Iterator[int]:
-        """The RL steps that this run still has to do."""
+        """The RL steps that this run still has to do, until a guard or a signal ends it, with a checkpoint."""
         if self._first_step == 1:
             self._stop_on_signal(0)
-        yield from range(self._first_step, self.last_step + 1)
+        for step in range(self._first_step, self.last_step + 1):
+            yield step
+            self._check_guard(step)
+            self._stop_on_signal(step)
 
     def record(self, step: Step) -> None:
-        """Write a finished step to metrics.jsonl and trace.jsonl, and log it. If an evaluation is due, its line waits
-        for that. Collective.
+        """Write a finished step to trace.jsonl and, unless its evaluation is due, metrics.jsonl; log it. Collective.
 
         Raises:
             UserError: another trainer has taken over the run directory.
@@ -225,35 +225,22 @@ class Run:
         every = self._config.observe.tracking.samples_every
         shown = table(step.samples) if self._trackers and every and step.number % every == 0 else []
         if _is_due(step.number, self._config.eval.every_steps, self.last_step):
-            # as JSON, which reads back as the same values: checkpoints hold no other types that a line might have
-            self._due = step.number, json.loads(json.dumps(finite(record.line()))), shown
+            self._due = step.number, record.line(), shown
         else:
             self._write_metrics(step.number, record.line(), shown)
         self._recorded = step.number
 
     def evaluate_if_due(self) -> None:
-        """Evaluate if that is due after the last step, and write the step's line. Collective.
-
-        Raises:
-            Stopped: a signal has come before. The resumed run makes the evaluation.
-        """
+        """Evaluate, if that is due, and write the line that waits for it; or raise Stopped, if a signal has come before
+        that, and leave both to the resumed run. Collective."""
         if self._due is None:
             return
         step, line, shown = self._due
         self._stop_on_signal(step)
         scores = self.loop.evaluate()
-        self._sum_up(step, _averages(scores))
+        self.summary.add_evaluation(step, _averages(scores))
         self._write_metrics(step, line, shown, scores)
         self._due = None
-
-    def _sum_up(self, step: int, scores: dict[str, float | None]) -> None:
-        """Enter an evaluation into the summary; the first one of a set is its score before training."""
-        summary = self.summary
-        new = {name: score for name, score in scores.items() if name not in summary.eval_before}
-        summary.eval_before |= new
-        if step:
-            summary.eval_before_step |= dict.fromkeys(new, step)
-            summary.eval_after = scores or summary.eval_after
 
     def _write_metrics(
         self, step: int, line: dict[str, Any], shown: list[list[Cell]], scores: Sequence[EvalScores] = ()
@@ -300,16 +287,6 @@ class Run:
             self._save(step)
         self._freed_memory.return_if_due()
 
-    def stop_if_asked(self, step: int) -> None:
-        """End the run, with a checkpoint, if a guard or a signal demands it. Collective.
-
-        Raises:
-            Stopped: a signal demands it.
-            RunAborted: a guard does.
-        """
-        self._check_guard(step)
-        self._stop_on_signal(step)
-
     def finish(self) -> None:
         """Write the Hugging Face checkpoint and summary.json, and print the closing table. Collective."""
         self._finalize(blocking=True)
@@ -353,20 +330,18 @@ class Run:
             raise RunAborted(f"all steps are done, but {error}{advice}") from None
 
     def _resume_evaluation(self, state: dict[str, Any]) -> None:
-        """Enter the evaluation that was due after the checkpoint's step if metrics.jsonl has it, else make it. In a run
-        that begins from another run's checkpoint only after the last step. Collective."""
-        step, due = state["step"], state.get("due")
+        """Take the evaluation that was due at the checkpoint from metrics.jsonl, if it is there by now; else it is due
+        again. Another run's is made only if no step is left. Collective."""
+        step, due, now = state["step"], state.get("due"), measured_as(self.loop.job)
         line = from_rank_zero(lambda: self._files.metrics_of(step) if self._files and due else None)
         if line is not None:
-            keys = {name: f"eval/{name}/pass@1" for name in eval_set_configs(self._config)}
-            self._sum_up(step, {name: line[key] for name, key in keys.items() if key in line})
-        elif due and self._origin is not None and (self._origin.own or step == self.last_step):
-            self._due = step, due[1] if self._origin.own else {}, due[2]
-        now = measured_as(self.loop.job)
-        for name in [name for name, before in state.get("eval_sets", {}).items() if now.get(name, before) != before]:
-            self.summary.eval_before.pop(name, None)  # from here on it is another set
-            self.summary.eval_after.pop(name, None)
-        if self._due is None:
+            self.summary.add_evaluation(step, {one: line[key] for one in now if (key := f"eval/{one}/pass@1") in line})
+        elif self._origin is not None and (self._origin.own or step == self.last_step):
+            self._due = due
+        for name, before in state.get("eval_sets", {}).items():
+            if now.get(name, before) != before:  # from here on it is another set
+                self.summary.eval_before.pop(name, None)
+        if step or self._due is None:  # else all are evaluated soon
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
@@ -490,9 +465,7 @@ class Run:
 
     def _stop_sft_on_signal(self, done: int) -> None:
         if name := self._signal():
-            raise Stopped(
-                f"stopped after SFT step {done} ({name}). SFT has no checkpoint; the same command starts it over"
-            )
+            raise Stopped(f"stopped after SFT step {done} ({name}), without a checkpoint: SFT will start over")
 
     def _signal(self) -> str:
         """The signal that asks the run to stop; empty if no rank got one. Collective."""

@@ -37,5 +37,4 @@ def train(run: Run) -> None:
         run.record(step)
         run.save_if_due(number)
         run.evaluate_if_due()
-        run.stop_if_asked(number)
     run.finish()

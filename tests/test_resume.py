@@ -329,7 +329,7 @@ def _signalled_in_sft(files: Path, run_dir: Path) -> str:
 def test_a_signal_in_sft_ends_the_run_after_that_step(files: Path, tmp_path: Path) -> None:
     """On all ranks, and without a checkpoint, as is said."""
     ends = run_ranks(_signalled_in_sft, 2, files, tmp_path / "run")
-    said = "stopped after SFT step 2 ({}). SFT has no checkpoint; the same command starts it over"
+    said = "stopped after SFT step 2 ({}), without a checkpoint: SFT will start over"
     assert ends == [said.format("another rank got a signal"), said.format("SIGTERM")]
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 

@@ -155,16 +155,11 @@ class Actor:
         return UpdateResult(
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=self.learning_rate,
+            learning_rate=float(max(group["lr"] for group in self._optimizer.param_groups)),
             is_skipped=not applied,
             tokens=tokens,
             sums=sums,
         )
-
-    @property
-    def learning_rate(self) -> float:
-        """That of the last update."""
-        return float(max(group["lr"] for group in self._optimizer.param_groups))
 
     def accumulate(
         self,
@@ -338,11 +333,12 @@ class Actor:
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(configured)
-        before = self.learning_rate
+        before = max(group["lr"] for group in self._optimizer.param_groups)
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
-        if not math.isclose(before, self.learning_rate, rel_tol=1e-6):
-            log(f"warning: the learning rate goes from {before:.3g} at the last update to {self.learning_rate:.3g}")
+        now = max(group["lr"] for group in self._optimizer.param_groups)
+        if not math.isclose(before, now):
+            log(f"warning: the learning rate goes from {before:.3g} at the last update to {now:.3g}")
         if self._reference is not None and self._saves_reference:
             loaded_reference = [
                 state["reference"][str(index)][name]

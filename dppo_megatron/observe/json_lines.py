@@ -171,8 +171,8 @@ def rewind(
     An incomplete last line, which a kill may leave, is dropped without a message. Good lines are sorted by step.
 
     Args:
-        sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown. Without that of
-            `last_step`, whose line is written only after its evaluation, any line of it is good.
+        sums: CRC-32 of the lines when the checkpoint was written, by step; None: unknown. It lacks `last_step` if that
+            line waited for an evaluation: any is then good.
         header: first line of a trace that lacks its own.
         max_bytes: largest size of each file in `old/`; 0: unbounded.
 

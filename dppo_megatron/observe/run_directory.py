@@ -122,13 +122,10 @@ class RunDirectory:
             move_to_old(self._path / SUMMARY)
 
     def metrics_of(self, step: int) -> dict[str, Any] | None:
-        """The line of `step` in metrics.jsonl, where it is the last one; None if there is none."""
-        if step not in self._lines["metrics.jsonl"].sums:
-            return None
+        """The last line of metrics.jsonl if it is that of `step`, else None."""
         with open_to_read(self._path / "metrics.jsonl") as file:
-            [last] = deque(file, maxlen=1)
-        line: dict[str, Any] = json.loads(last)
-        return line
+            last: dict[str, Any] = json.loads(next(iter(deque(file, maxlen=1)), "{}"))
+        return last if last.get("step") == step else None
 
     def sync(self) -> Sums:
         """Flush the logs to the disk: after a power failure no checkpoint may exist whose step is not in the logs.

@@ -118,10 +118,7 @@ class Loop:
 
     def sft(self, before_next: Callable[[int], None] = lambda done: None) -> None:
         """The supervised phase, with the same actor; none if `sft.steps` is 0. Raises RunAborted if it diverges.
-
-        Args:
-            before_next: called after each step but the last, with how many are done; may raise to end the phase.
-        """
+        `before_next` is called after each step but the last, and may raise to end the phase."""
         config = self.job.config
         sft, examples = config.sft, self.job.sft_examples
         if not sft.steps:
