@@ -288,15 +288,17 @@ def _ended_beside_an_evaluation(files: Path, run_dir: Path, extra: dict[str, Any
 
 def test_a_checkpoint_does_not_wait_for_the_evaluation(files: Path, tmp_path: Path) -> None:
     """Signals and aborts around evaluations save the step, and the run that goes on makes the evaluation, once: it and
-    its summary are those of a run that was never interrupted, with asynchronous saves too."""
+    its summary are those of a run that was never interrupted, with asynchronous saves too; a tracker has each once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     extra = SHORT | {"eval__every_steps": 1, "checkpoint__every_steps": 2, "checkpoint__async_save": True}
+    extra |= {"observe__trackers": "[tensorboard]", "observe__tracking__samples_every": 1}
     run_whole(files, tmp_path / "whole", 1, extra)
     run_dir = tmp_path / "run"
     for moment, aborts, saved, recorded in (
         (Kill("evaluate", 1), True, 0, []),
         (Kill("evaluate", 1), False, 0, [0]),  # heard after it
         (Kill("record", 1), False, 1, [0]),  # heard before it
-        (Kill("evaluate", 1), True, 1, [0]),
         (Kill("evaluate", 2), True, 2, [0, 1]),
         (Kill("evaluate", 2), True, 3, [0, 1, 2]),
         (Kill("evaluate", 1), True, 3, [0, 1, 2]),
@@ -312,6 +314,12 @@ def test_a_checkpoint_does_not_wait_for_the_evaluation(files: Path, tmp_path: Pa
     summaries = [json.loads((one / "summary.json").read_text()) for one in (run_dir, tmp_path / "whole")]
     for key in ("steps", "tokens_trained", "eval_before", "eval_after", "eval_before_step"):
         assert summaries[0][key] == summaries[1][key], key
+    tracked = EventAccumulator(str(run_dir / "trackers" / "tensorboard"))
+    tracked.Reload()
+    scores = [(event.step, event.value) for event in tracked.Scalars("eval/heldout/pass@1")]
+    assert scores == [(row["step"], nearly(row["eval/heldout/pass@1"])) for row in read_metrics(run_dir)]
+    assert [event.step for event in tracked.Scalars("reward/mean")] == [1, 2, 3]
+    assert [event.step for event in tracked.Tensors("samples/text_summary")] == [1, 2, 3]
 
 
 def _signalled_in_sft(files: Path, run_dir: Path) -> str:
