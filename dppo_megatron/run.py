@@ -31,15 +31,16 @@ from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
 from dppo_megatron.distributed import from_rank_zero, on_every_rank
 from dppo_megatron.evaluation.eval_scores import EvalScores
+from dppo_megatron.evaluation.evaluator import measured_as
 from dppo_megatron.job import Job
 from dppo_megatron.launcher_env import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error
-from dppo_megatron.observe.samples import SAMPLES, RecordedGroup, SampleWriter
+from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
-from dppo_megatron.observe.trackers.process import Begin, StepLine
+from dppo_megatron.observe.trackers.process import Begin, Cell, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
@@ -58,7 +59,7 @@ UNWRITTEN = (UserError, OSError, CheckpointException)
 
 
 class Stopped(Exception):
-    """A signal has ended the run before its last step, with a checkpoint: exit code 0."""
+    """A signal has ended the run before its last step, with a checkpoint unless it was in SFT: exit code 0."""
 
 
 class Run:
@@ -113,7 +114,9 @@ class Run:
         self._first_step = 1
         self.last_step = job.config.steps
         self._recorded: int | None = None
-        """The step of the last line in metrics.jsonl, or of the checkpoint that the run began from; None: neither."""
+        """The step that was last recorded, or that of the checkpoint that the run began from; None: neither."""
+        self._due: tuple[int, dict[str, Any], list[list[Cell]]] | None = None
+        """The recorded step, its line and table of samples, while the line waits for the step's evaluation."""
         changes += self._origin.data_changes if self._origin else ()
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
@@ -160,12 +163,13 @@ class Run:
         if num_steps:
             log(f"SFT: {num_steps} supervised steps")
         start = time.perf_counter()
-        self.loop.sft()
+        self.loop.sft(self._stop_sft_on_signal)
         self.summary.sft_s = time.perf_counter() - start
         if num_steps:
             log(f"SFT: done in {self.summary.sft_s:.1f} s")
         self.loop.start_rl()
         self._load_engine()
+        self._recorded, self._due = 0, (0, {}, [])
 
     def resume(self) -> None:
         """Take over the state of the checkpoint that this run resumes or begins from. Collective."""
@@ -187,26 +191,23 @@ class Run:
         self._started -= self.summary.wall_s
         self._first_step, self._recorded = state["step"] + 1, state["step"]
         log(f"resumed from {self._origin.directory}: going on at step {self._first_step}")
-        self._begin_new_sets(state["step"])
+        self._resume_evaluation(state)
 
     def _load_engine(self) -> None:
         with progress("first weight sync"):
             self.loop.load_engine()
 
     def remaining_steps(self) -> Iterator[int]:
-        """The RL steps that this run still has to do."""
+        """The RL steps that this run still has to do, until a guard or a signal ends it, with a checkpoint."""
         if self._first_step == 1:
             self._stop_on_signal(0)
-        yield from range(self._first_step, self.last_step + 1)
+        for step in range(self._first_step, self.last_step + 1):
+            yield step
+            self._check_guard(step)
+            self._stop_on_signal(step)
 
-    def record_start(self, scores: Sequence[EvalScores]) -> None:
-        """Write the line of step 0 to metrics.jsonl: the evaluation before training."""
-        self.summary.eval_before = _averages(scores)
-        self._write_metrics(0, {}, scores)
-        self._recorded = 0
-
-    def record(self, step: Step, scores: Sequence[EvalScores] = ()) -> None:
-        """Write a finished step to metrics.jsonl and trace.jsonl, and log it. Collective.
+    def record(self, step: Step) -> None:
+        """Write a finished step to trace.jsonl and, unless its evaluation is due, metrics.jsonl; log it. Collective.
 
         Raises:
             UserError: another trainer has taken over the run directory.
@@ -215,7 +216,6 @@ class Run:
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
-        self.summary.eval_after = _averages(scores) or self.summary.eval_after
         if self._files and record.counts:
             self._files.begin_step()
             self.summary.add(record.counts, record.metrics)
@@ -224,28 +224,45 @@ class Run:
             )
             log(*self._new_warnings(record.ledger))
             self.progress.step(step.number, record.metrics)
-        self._write_metrics(step.number, record.line(), scores, step.samples)
+        every = self._config.observe.tracking.samples_every
+        shown = table(step.samples) if self._trackers and every and step.number % every == 0 else []
+        if _is_due(step.number, self._config.eval.every_steps, self.last_step):
+            self._due = step.number, record.line(), shown
+        else:
+            self._write_metrics(step.number, record.line(), shown)
         self._recorded = step.number
 
+    def evaluate_if_due(self) -> None:
+        """Evaluate, if that is due, and write the line that waits for it; or raise Stopped, if a signal has come before
+        that, and leave both to the resumed run. Collective."""
+        if self._due is None:
+            return
+        step, line, shown = self._due
+        self._stop_on_signal(step)
+        scores = self.loop.evaluate()
+        self.summary.add_evaluation(step, _averages(scores))
+        self._write_metrics(step, line, shown, scores)
+        self._due = None
+
     def _write_metrics(
-        self, step: int, line: dict[str, Any], scores: Sequence[EvalScores], samples: Sequence[RecordedGroup] = ()
+        self, step: int, line: dict[str, Any], shown: list[list[Cell]], scores: Sequence[EvalScores] = ()
     ) -> None:
         if self._files:
             line = line | {key: value for one in scores for key, value in one.metrics().items()}
             if scores:
                 line["eval/problems"] = {one.name: one.by_problem for one in scores}
             if self._trackers:
-                every = self._config.observe.tracking.samples_every
-                shown = table(samples) if every and step % every == 0 else []
                 self._trackers.step(StepLine(step, time.time(), numbers(line), COLUMNS if shown else [], shown))
                 line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)
         log(*(f"step {step:>4}: {one.line()}" for one in scores))
 
     def _start_trackers(self) -> Trackers | None:
-        observe = self._config.observe
-        if not (self._writes and observe.trackers):
+        observe, resumed = self._config.observe, None
+        if not (self._files and observe.trackers):
             return None
+        if self._origin is not None and self._origin.own:
+            resumed = self._origin.step - (self._files.metrics_of(self._origin.step) is None)  # its line waits
         begin = Begin(
             run=self._run,
             directory=str((self._directory / TRACKERS).absolute()),
@@ -254,13 +271,9 @@ class Run:
             tags=observe.tracking.tags,
             offline=observe.tracking.offline,
             config=settings(config_values(self._config)),
-            resumed_step=self._origin.step if self._origin is not None and self._origin.own else None,
+            resumed_step=resumed,
         )
         return Trackers(observe.trackers, begin, observe.tracking.drain_s)
-
-    def is_evaluation_step(self, step: int) -> bool:
-        """Whether `step` is the last one, or one of every `eval.every_steps`."""
-        return _is_due(step, self._config.eval.every_steps, self.last_step)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
@@ -269,15 +282,9 @@ class Run:
         return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due, and end the run if a guard or a signal demands it. Collective. Each rank
-        also returns freed memory to the system, by its own clock.
-
-        Raises:
-            Stopped: the run ends here.
-        """
+        """Save a checkpoint if one is due; before the evaluation, which may be long. Collective. Each rank also returns
+        freed memory to the system, by its own clock."""
         self._finalize(blocking=False)
-        self._check_guard(step)
-        self._stop_on_signal(step)
         if _is_due(step, self._config.checkpoint.every_steps, self.last_step):
             self._save(step)
         self._freed_memory.return_if_due()
@@ -324,9 +331,24 @@ class Run:
         except UserError as error:
             raise RunAborted(f"all steps are done, but {error}{advice}") from None
 
+    def _resume_evaluation(self, state: dict[str, Any]) -> None:
+        """Take the evaluation that was due at the checkpoint from metrics.jsonl, if it is there by now; else it is due
+        again. Another run's is made only if no step is left. Collective."""
+        step, due, now = state["step"], state.get("due"), measured_as(self.loop.job)
+        line = from_rank_zero(lambda: self._files.metrics_of(step) if self._files and due else None)
+        if line is not None:
+            self.summary.add_evaluation(step, {one: line[key] for one in now if (key := f"eval/{one}/pass@1") in line})
+        elif self._origin is not None and (self._origin.own or step == self.last_step):
+            self._due = due
+        for name, before in state.get("eval_sets", {}).items():
+            if now.get(name, before) != before:  # from here on it is another set
+                self.summary.eval_before.pop(name, None)
+        if step or self._due is None:  # else all are evaluated soon
+            self._begin_new_sets(step)
+
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate sets that were added since the run was last started: `step`, from which it resumes, is their score
-        before training. Drop the final scores of sets that were removed.
+        """Evaluate sets that were added or changed since the run was last started: `step`, from which it resumes, is
+        their score before training. Drop the final scores of sets that were removed.
 
         Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
         """
@@ -338,7 +360,7 @@ class Run:
         summary.eval_after = {name: score for name, score in summary.eval_after.items() if name in names}
         if step >= self.last_step:  # no further training: this is also the final score
             summary.eval_after |= _averages(scores)
-        log(*(f"step {step:>4}, first evaluation of a new set: {one.line()}" for one in scores))
+        log(*(f"step {step:>4}, first evaluation of a new or changed set: {one.line()}" for one in scores))
 
     def _open_run(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
@@ -380,8 +402,8 @@ class Run:
             self._files.close()
 
     def _save_after_abort(self) -> None:
-        """Save a checkpoint if the run was aborted between two steps, or in the sync that ends a step. Not if it was in
-        the evaluation after that: a run resumed from there would lack that step in its record. Collective."""
+        """Save a checkpoint if the run was aborted between two steps, in the sync that ends a step, or in the
+        evaluation after that, which the resumed run makes. Collective."""
         step = self.loop.current
         if step is not None and step.is_updated:  # the actor has the step's weights, even if the engine does not
             log(*self.loop.finish(step))
@@ -398,6 +420,7 @@ class Run:
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
+            state |= {"due": self._due, "eval_sets": measured_as(self.loop.job)}
             manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
@@ -434,15 +457,21 @@ class Run:
 
     def _stop_on_signal(self, step: int) -> None:
         """Save and end the run if any rank got a signal. Collective."""
-        is_signalled = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
-        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX)
-        if is_signalled.item() and step < self.last_step:
-            saved = self._save(step) and self._finalize(blocking=True)
-            name = self._stop_requests.received or "another rank got a signal"
-            if not saved:
+        if (name := self._signal()) and (step < self.last_step or self._due is not None):
+            if not (self._save(step) and self._finalize(blocking=True)):
                 message = f"stopped after step {step} ({name}), but no checkpoint could be written"
                 raise on_every_rank(RunAborted(message))
             raise Stopped(f"stopped after step {step} ({name}). {self._how_to_resume()}")
+
+    def _stop_sft_on_signal(self, done: int) -> None:
+        if name := self._signal():
+            raise Stopped(f"stopped after SFT step {done} ({name}), without a checkpoint: SFT will start over")
+
+    def _signal(self) -> str:
+        """The signal that asks the run to stop; empty if no rank got one. Collective."""
+        is_signalled = torch.tensor([int(bool(self._stop_requests.received))], device=self.loop.actor.layout.device)
+        dist.all_reduce(is_signalled, op=dist.ReduceOp.MAX)
+        return (self._stop_requests.received or "another rank got a signal") if is_signalled.item() else ""
 
     def _how_to_resume(self) -> str:
         config = shlex.quote(str(self._directory / "config.yaml"))

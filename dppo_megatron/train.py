@@ -23,7 +23,7 @@ def train(run: Run) -> None:
         run.resume()
     else:
         run.sft()
-        run.record_start(loop.evaluate())
+    run.evaluate_if_due()
     for number in run.remaining_steps():
         with loop.step(number) as step:
             loop.begin_ahead(step, run.last_to_begin(number))
@@ -34,7 +34,7 @@ def train(run: Run) -> None:
                 loop.update(step, update)
             loop.sync(step)
         log(*loop.finish(step))
-        scores = loop.evaluate() if run.is_evaluation_step(number) else []
-        run.record(step, scores)
+        run.record(step)
         run.save_if_due(number)
+        run.evaluate_if_due()
     run.finish()

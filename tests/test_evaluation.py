@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -221,8 +222,8 @@ def test_correct_from(files: Path, tmp_path: Path) -> None:
 
 
 def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A set that is added begins at the resumed step, one that is removed is forgotten, the rest goes on; a run that
-    has nothing left to do takes a new set too."""
+    """A set that is added or changed begins at the resumed step, one that is removed is forgotten, the rest goes on; a
+    run that has nothing left to do takes a new set too."""
     import shutil
 
     run_dir = tmp_path / "run"
@@ -230,19 +231,24 @@ def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, cap
     rows = read_metrics(trained)
     sets = _sets(files)
     del sets[HARD]
+    sets[EASY] = replace(sets[EASY], samples=3)  # the same score, only less sure
+    sets[ODD] = replace(sets[ODD], limit=3)
     new = EvalSetConfig(path=str(files / "heldout.jsonl"), samples=2, temperature=1.0)
     for steps, name in ((3, "new/one"), (3, "newer")):
         sets[name] = new
         run_ranks(_train, 1, _config(files, run_dir, dict(sets), checkpoint__every_steps=1, steps=steps))
     said = capfd.readouterr().out
-    assert "step    2, first evaluation of a new set: new/one pass@1" in said and "since step 2" in said
+    assert "step    2, first evaluation of a new or changed set: new/one pass@1" in said
+    for name in (EASY, ODD, "new/one"):
+        [line, _] = [line for line in said.splitlines() if line.startswith(f"{name} pass@1 ") and " points" in line]
+        assert ("since step 2" in line) == (name != EASY)
     summary = json.loads((run_dir / "summary.json").read_text())
     after = read_metrics(run_dir)[-1]
     assert set(summary["eval_after"]) == {EASY, ODD, "new/one", "newer"}
     assert summary["eval_after"]["new/one"] == after["eval/new/one/pass@1"]
     assert summary["eval_before"]["newer"] == summary["eval_after"]["newer"]
     assert summary["eval_before"][EASY] == rows[0][f"eval/{EASY}/pass@1"]
-    assert summary["eval_before_step"] == {"new/one": 2, "newer": 3}
+    assert summary["eval_before_step"] == {ODD: 2, "new/one": 2, "newer": 3}
     assert read_metrics(run_dir)[:3] == rows
 
 

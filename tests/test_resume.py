@@ -29,9 +29,9 @@ from dppo_megatron.config.changes import FREE, check_changes, config_values, sav
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.pruning.prompt_score import FittedScore
-from dppo_megatron.run import Run
+from dppo_megatron.run import Run, Stopped
 from dppo_megatron.train import train
-from dppo_megatron.types import UserError
+from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
 from dppo_megatron.workbench.runs.run_record import run_status
@@ -99,6 +99,7 @@ KILLS = [  # seeded by hand: some on entering a call, some in the midst of it
     ("tp1", Kill("select", 3)),
     ("tp1", Kill("reward", 4, delay_s=0.001)),
     ("tp1", Kill("saving", 2, delay_s=0.05)),
+    ("tp1", Kill("evaluate", 2, delay_s=0.05)),
     ("tp1", Kill("finish", 1)),
     ("tp2pp2", Kill("sync", 3, rank=1, delay_s=0.01)),
     pytest.param("tp2pp2", Kill("update", 2, rank=3, delay_s=0.02), marks=pytest.mark.long),
@@ -190,14 +191,26 @@ def test_a_finished_run_stays_as_it_is(
     write_manifest(newest, replace(manifest, versions=older))
     run_whole(files, run_dir, 1, SHORT)
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    said = [line for line in capfd.readouterr().out.splitlines() if "changed since the run began: " in line]
+    printed = capfd.readouterr().out
+    said = [line for line in printed.splitlines() if "changed since the run began: " in line]
     assert len(said) == 2 and said[0].endswith(f"torch: 2.4.0 -> {torch.__version__}") and "0.15.0 -> " in said[1]
-    assert run_status(run_dir) == "finished"
+    assert run_status(run_dir) == "finished" and "step    3: heldout" not in printed
     assert run_killed(files, run_dir, 1, SHORT | {"steps": 5}, Kill("generate", 2))
     assert "changed since the run began: steps: 3 -> 5" in capfd.readouterr().out
     assert run_status(run_dir) != "finished" and json.loads((run_dir / "old/summary.0001.json").read_text())
     run_whole(files, run_dir, 1, SHORT | {"steps": 4})
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 3, 4] and run_status(run_dir) == "finished"
+
+
+def test_more_steps_raise_a_decayed_rate_aloud(files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Half of a linear decay from 1e-3 is left where it had ended."""
+    extra = SHORT | {"sft__steps": 1, "steps": 2, "actor__optimizer__lr_schedule": "linear"}
+    extra |= {"actor__optimizer__lr_warmup_steps": 0, "actor__optimizer__min_learning_rate": 1e-4}
+    run_whole(files, tmp_path / "run", 1, extra)
+    run_whole(files, tmp_path / "run", 1, extra)
+    assert "the learning rate" not in (said := capfd.readouterr()).out + said.err
+    run_whole(files, tmp_path / "run", 1, extra | {"steps": 4})
+    assert "the learning rate goes from 0.0001 at the last update to 0.00055" in capfd.readouterr().out
 
 
 def test_a_spoilt_checkpoint_is_passed_over_aloud(
@@ -264,6 +277,79 @@ def test_signals_save_and_leave(files: Path, tmp_path: Path) -> None:
         assert names == {"latest", f"step_{last:06d}"}
     run_whole(files, tmp_path / "run", 1, extra | {"steps": steps[-1] + 1})
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*steps, steps[-1] + 1]
+
+
+def _ended_beside_an_evaluation(files: Path, run_dir: Path, extra: dict[str, Any], moment: Kill, aborts: bool) -> str:
+    """On a rank: a signal, or an abort, on entering a call; how the run ends."""
+
+    def strike() -> None:
+        if aborts:
+            raise RunAborted("no rollout server answers")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with Run(prepare_job(job_config(files, run_dir, **extra), 1)) as run:
+            arm(run, moment, strike)
+            train(run)
+    except (Stopped, RunAborted) as end:
+        return str(end)
+    return "trained"
+
+
+def test_a_checkpoint_does_not_wait_for_the_evaluation(files: Path, tmp_path: Path) -> None:
+    """Signals and aborts around evaluations save the step, and the run that goes on makes the evaluation, once: it and
+    its summary are those of a run that was never interrupted, with asynchronous saves too; a tracker has each once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    extra = SHORT | {"eval__every_steps": 1, "checkpoint__every_steps": 2, "checkpoint__async_save": True}
+    extra |= {"observe__trackers": "[tensorboard]", "observe__tracking__samples_every": 1}
+    run_whole(files, tmp_path / "whole", 1, extra)
+    run_dir = tmp_path / "run"
+    for moment, aborts, saved, recorded in (
+        (Kill("evaluate", 1), True, 0, []),
+        (Kill("evaluate", 1), False, 0, [0]),  # heard after it
+        (Kill("record", 1), False, 1, [0]),  # heard before it
+        (Kill("evaluate", 2), True, 2, [0, 1]),
+        (Kill("evaluate", 2), True, 3, [0, 1, 2]),
+        (Kill("evaluate", 1), True, 3, [0, 1, 2]),
+    ):
+        [end] = run_ranks(_ended_beside_an_evaluation, 1, files, run_dir, extra, moment, aborts)
+        assert end == "no rollout server answers" if aborts else end.startswith(f"stopped after step {saved} (SIGTERM)")
+        assert os.readlink(run_dir / "checkpoints" / "latest") == f"step_{saved:06d}"
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == recorded
+    run_whole(files, run_dir, 1, extra)
+    assert_same_run(run_dir, tmp_path / "whole")
+    assert not list((run_dir / "old").glob("metrics*"))
+    summaries = [json.loads((one / "summary.json").read_text()) for one in (run_dir, tmp_path / "whole")]
+    for key in ("steps", "tokens_trained", "eval_before", "eval_after", "eval_before_step"):
+        assert summaries[0][key] == summaries[1][key], key
+    tracked = EventAccumulator(str(run_dir / "trackers" / "tensorboard"))
+    tracked.Reload()
+    scores = [(event.step, event.value) for event in tracked.Scalars("eval/heldout/pass@1")]
+    assert scores == [(row["step"], nearly(row["eval/heldout/pass@1"])) for row in read_metrics(run_dir)]
+    assert [event.step for event in tracked.Scalars("reward/mean")] == [1, 2, 3]
+    assert [event.step for event in tracked.Tensors("samples/text_summary")] == [1, 2, 3]
+
+
+def _signalled_in_sft(files: Path, run_dir: Path) -> str:
+    """On ranks: the second gets a signal in SFT's second step of 4; how the run ends."""
+    try:
+        with Run(prepare_job(job_config(files, run_dir, **SHORT), 2)) as run:
+            if run.loop.actor.layout.rank == 1:
+                arm(run, Kill("sft", 2), lambda: os.kill(os.getpid(), signal.SIGTERM))
+            train(run)
+    except Stopped as stopped:
+        return str(stopped)
+    return "trained"
+
+
+def test_a_signal_in_sft_ends_the_run_after_that_step(files: Path, tmp_path: Path) -> None:
+    """On all ranks, and without a checkpoint, as is said."""
+    ends = run_ranks(_signalled_in_sft, 2, files, tmp_path / "run")
+    said = "stopped after SFT step 2 ({}), without a checkpoint: SFT will start over"
+    assert ends == [said.format("another rank got a signal"), said.format("SIGTERM")]
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_slurms_sigterm_and_torchruns_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.texts import log
 from dppo_megatron.types import PackPlan, TrainSample, UpdateResult
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS
@@ -332,8 +333,12 @@ class Actor:
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(configured)
+        before = max(group["lr"] for group in self._optimizer.param_groups)
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
+        now = max(group["lr"] for group in self._optimizer.param_groups)
+        if not math.isclose(before, now):
+            log(f"warning: the learning rate goes from {before:.3g} at the last update to {now:.3g}")
         if self._reference is not None and self._saves_reference:
             loaded_reference = [
                 state["reference"][str(index)][name]

@@ -150,6 +150,18 @@ def eval_sets(job: Job) -> list[EvalSet]:
     return sets
 
 
+def measured_as(job: Job) -> dict[str, str]:
+    """By set, what its scores depend on besides the weights: if that changes, scores cannot be compared. The number of
+    samples is left out, as the expected scores do not depend on it."""
+    found, graders = {}, SetGraders(job.grade)
+    for name, one in eval_set_configs(job.config).items():
+        reward = job.grade.rewards[graders.key_of(name)]
+        functions = [reward.function, *(each.function for each in reward.functions.values()), reward.correct_from]
+        sampling = one.temperature, one.top_p, one.top_k, one.max_completion_tokens, *job.stop_token_ids
+        found[name] = repr((job.eval_sets[name].fingerprint, sampling, functions))
+    return found
+
+
 class SetGraders:
     """The graders of an evaluation, by the name of the set."""
 

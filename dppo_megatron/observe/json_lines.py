@@ -189,7 +189,8 @@ def rewind(
     An incomplete last line, which a kill may leave, is dropped without a message. Good lines are sorted by step.
 
     Args:
-        sums: CRC-32 of the lines as they were when the checkpoint was written, by step; None: unknown.
+        sums: CRC-32 of the lines when the checkpoint was written, by step; None: unknown. It lacks `last_step` if that
+            line waited for an evaluation: any is then good.
         header: first line of a trace that lacks its own.
         max_bytes: largest size of each file in `old/`; 0: unbounded.
 
@@ -264,7 +265,7 @@ def _place(found: _Contents, part: _Part, line: bytes, last_step: int, sums: Map
         found.dropped_before = max(found.dropped_before, row.dropped_before)
     if step > last_step:
         found.later.append(part)
-    elif (step != _HEADER and sums is not None and sums.get(step) != crc) or (
+    elif (step != _HEADER and sums is not None and sums.get(step, crc if step == last_step else None) != crc) or (
         found.sums.setdefault(step, crc) != crc  # two lines of one step, no checksum to choose by: the first stays
     ):
         found.damaged.append(part)

@@ -115,6 +115,13 @@ class Summary:
                 self.phase_s[phase] = self.phase_s.get(phase, 0.0) + seconds
         self.train_s = self.phase_s["step"]
 
+    def add_evaluation(self, step: int, scores: dict[str, float | None]) -> None:
+        """Add the scores after `step`; those of step 0 are the ones before training."""
+        if step:
+            self.eval_after = scores or self.eval_after
+        else:
+            self.eval_before = scores
+
     def write(self, path: Path) -> None:
         """Write as JSON, atomically."""
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")

@@ -11,6 +11,7 @@ import json
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from dppo_megatron.config import save_config
 from dppo_megatron.config.schema import Config
-from dppo_megatron.files import make_directory, open_own, remove_tree, write_text
+from dppo_megatron.files import make_directory, open_own, open_to_read, remove_tree, write_text
 from dppo_megatron.observe.json_lines import OLD, JsonLines, move_to_old, rewind
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.lock import RunLock
@@ -119,6 +120,12 @@ class RunDirectory:
         is finished."""
         with suppress(OSError):
             move_to_old(self._path / SUMMARY)
+
+    def metrics_of(self, step: int) -> dict[str, Any] | None:
+        """The last line of metrics.jsonl if it is that of `step`, else None."""
+        with open_to_read(self._path / "metrics.jsonl") as file:
+            last: dict[str, Any] = json.loads(next(iter(deque(file, maxlen=1)), "{}"))
+        return last if last.get("step") == step else None
 
     def sync(self) -> Sums:
         """Flush the logs to the disk: after a power failure no checkpoint may exist whose step is not in the logs.

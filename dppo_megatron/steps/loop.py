@@ -116,8 +116,9 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------- before the first step
 
-    def sft(self) -> None:
-        """The supervised phase, with the same actor; none if `sft.steps` is 0. Raises RunAborted if it diverges."""
+    def sft(self, before_next: Callable[[int], None] = lambda done: None) -> None:
+        """The supervised phase, with the same actor; none if `sft.steps` is 0. Raises RunAborted if it diverges.
+        `before_next` is called after each step but the last, and may raise to end the phase."""
         config = self.job.config
         sft, examples = config.sft, self.job.sft_examples
         if not sft.steps:
@@ -138,6 +139,8 @@ class Loop:
                         )
                     )
                 advance(done)
+                if done < sft.steps:
+                    before_next(done)
 
     def start_rl(self) -> None:
         """Begin the RL phase: drop SFT's examples, start a new optimizer and schedule, and with a KL term keep the

@@ -19,7 +19,7 @@ import pytest
 from support.job import job_config
 from support.launch import RankError, run_ranks
 
-PHASES = ("sft", "select", "generate", "reward", "update", "sync", "record", "saving", "finish")
+PHASES = ("sft", "select", "generate", "reward", "update", "sync", "record", "saving", "evaluate", "finish")
 """Where a run can be killed."""
 
 
@@ -87,6 +87,7 @@ def arm(run: Any, moment: Kill, strike: Callable[[], None]) -> None:
         "sync": (run.loop, "sync"),
         "record": (run, "record"),
         "saving": (store.CheckpointStore, "save"),
+        "evaluate": (run.loop, "evaluate"),
         "finish": (run, "finish"),
     }
     patch, calls = pytest.MonkeyPatch(), 0
