@@ -28,6 +28,12 @@ def odd_ones_raise(completion: str, answer: str) -> float:
     return 1.0 / (1 - len(completion) % 2)
 
 
+def odd_ones_none(completions: list[str], answers: list[str]) -> list[float | None]:
+    """The same, but it does not judge those of odd length."""
+    pairs = zip(completions, answers, strict=True)
+    return [None if len(one) % 2 and "The answer" not in one and one != right else 1.0 for one, right in pairs]
+
+
 def unlucky(completion: str, answer: str) -> float:
     """Hangs or dies on some completions, chosen by their text; rewards the length of the others.
 
