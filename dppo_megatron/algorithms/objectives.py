@@ -35,10 +35,9 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
 )
 _WEIGHTS = (1024.0, 2.0**-20, -1.0)
 """Powers of two scale float32 without rounding; real weights / divisors are between these, or below 0 by choice."""
-_RESERVED = frozenset(
-    ("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates")
-    + ("kl", "correction", "correction_bounded")  # also where the settings do not add them
-)
+_ADDED = ("kl", "correction", "correction_bounded")
+"""Names that `make_objective` may add."""
+_RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates", *_ADDED))
 """Names that a loss's diagnostics may not have."""
 
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]

@@ -50,11 +50,15 @@ Choice = FloatArray | BoolArray | Draw
 _LEAST_KEPT = 1e-9
 """Smallest probability of a kept row, even one without gradient: a weight above 1e38 is infinite in float32 losses, and
 0 times infinity is NaN."""
+_LEAST_CHANCE = 1e-6
+"""Of equal draws in the trial, below which they cannot be independent."""
 _ROUNDING = 1e-6
 """Allowed rounding error of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """Type characters of the numpy number types that a checkpoint keeps."""
+_TRIAL_DRAWS = 200
+"""Most draws that the trial at the start compares: at a probability of 0.93, 191 equal ones have a chance of 1e-6."""
 _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 """Settings that `Plugged...` policies read themselves."""
 
@@ -128,13 +132,17 @@ class CustomCompletionPolicy(CustomPolicy):
         raise NotImplementedError
 
 
-class _Plugged(Policy):
+class Plugged(Policy):
     """What both levels do with a user's object `own`."""
 
     own_class: ClassVar[type[CustomPolicy]]
     own: Any
     kind: str = ""
     """`a Draw`, `a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
+    _has_failed = False
+    """The user's code has raised; `_last_state` is then what a checkpoint gets."""
+    _last_state: dict[str, Any]
+    """`own_state` after the latest feedback."""
 
     @property
     def has_support(self) -> bool:
@@ -153,22 +161,23 @@ class _Plugged(Policy):
         if not isinstance(self.own, self.own_class):
             raise UserError(f"{setting}: cannot be made: its __new__ returns a {type(self.own).__name__}")
         _refuse_taken(vars(self.own), self.own_class, f"{setting}: its objects have")
-        self.own_state()  # raises now if the state cannot be saved
+        self._last_state = self.own_state()  # raises now if the state cannot be saved
 
     @contextmanager
-    def _calling(self, function: str, rows: int, step: int) -> Iterator[None]:
-        """Turn an exception of the user's code into a `UserError`, which ends the run as a wrong setting does."""
+    def _calling(self, call: str) -> Iterator[None]:
+        """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
+        does, and in a step with a checkpoint."""
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:
+            self._has_failed = True
+            if isinstance(error, UserError):
+                raise
             where = f"pruning.{self._level}.method = '{self.config.method}'"
-            call = f"{where}: {function}, given {rows} rows in step {step}"
-            raise UserError(f"{call}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{where}: {call}: {type(error).__name__}: {error}") from error
 
     def _call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
-        with self._calling("choose", count, step):
+        with self._calling(f"choose, given {count} rows in step {step}"):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
     def _check_support(self, draw: Draw, live: BoolArray) -> None:
@@ -189,21 +198,61 @@ class _Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
+    def check_draws(self, rows: Any, others: Any, count: int, step: int) -> None:
+        """Raise `UserError` if answers to equal arguments differ although no state is saved, or if draws are the same
+        where they have to be independent.
+
+        Only the probability of the least certain row bounds the chance of an equal draw, whatever the design, since a
+        design may keep or drop all rows together.
+
+        Args:
+            rows, others: two batches of `count` candidates with different prompts.
+        """
+
+        def answer(given: Any, after: int, minibatch: int) -> Choice:
+            return self._call_choose(copy.deepcopy(given), count, step + after, minibatch)
+
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)
+        instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
+        has_state = self.own_class.own_state is not CustomPolicy.own_state
+        if not has_state and any(not _is_same(first, answer(rows, 0, 0)) for _ in range(10)):
+            raise UserError(
+                f"{where} answers equal arguments differently and keeps no own_state, so a resumed run would differ:"
+                f" {instead}"
+            )
+        updates = [("the next update", others, 0, 1)]
+        updates += [] if has_state else [("the next step", rows, 1, 0)]  # `feedback` may change what it draws from
+        for what, given, later, minibatch in updates:
+            chance = 1.0
+            for after in range(_TRIAL_DRAWS):
+                one, other = answer(rows, after, 0), answer(given, after + later, minibatch)
+                if not (isinstance(one, Draw) and isinstance(other, Draw)) or (one.kept != other.kept).any():
+                    break
+                chance *= float(np.maximum(other.inclusion_prob, 1 - other.inclusion_prob).min(initial=1.0))
+                if chance < _LEAST_CHANCE:
+                    raise UserError(
+                        f"{where}: in {after + 1} of {after + 1} draws it keeps the same rows as in {what}: {instead}"
+                    )
+
     def feedback(self, cost: StepCost) -> list[str]:
-        lines = self.own.feedback(cost)
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise UserError(f"{self.config.method}.feedback returned {lines!r:.60}; expected a list of log lines")
-        self.own_state()  # a state that cannot be saved fails here on every rank; at a save only rank 0 would fail
+        with self._calling(f"feedback of step {cost.step}"):
+            lines: list[str] = self.own.feedback(cost)
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                raise UserError(f"{self.config.method}.feedback returned {lines!r:.60}; expected a list of log lines")
+            self._last_state = self.own_state()  # a state that cannot be saved fails here, and not at a save
         return lines
 
     def own_state(self) -> dict[str, Any]:
+        if self._has_failed:
+            return copy.deepcopy(self._last_state)
         where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
-        if not isinstance(state := self.own.own_state(), dict):
-            raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
-        return {"kind": self.kind, "own": _plain(state, where)}
+        with self._calling("own_state()"):
+            if not isinstance(state := self.own.own_state(), dict):
+                raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
+            return {"kind": self.kind, "own": _plain(state, where)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self.kind = str(state["kind"])
+        self.kind, self._last_state = str(state["kind"]), dict(copy.deepcopy(state))
         try:
             self.own.load_own_state(copy.deepcopy(state["own"]))
         except Exception as error:
@@ -211,7 +260,7 @@ class _Plugged(Policy):
             raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {detail}") from error
 
 
-class PluggedPromptPolicy(_Plugged, PromptPolicy):
+class PluggedPromptPolicy(Plugged, PromptPolicy):
     """Delegates the choice to a `CustomPromptPolicy`."""
 
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
@@ -232,11 +281,11 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        with self._calling("learn", len(visits.ids), step):
+        with self._calling(f"learn, given {len(visits.ids)} rows in step {step}"):
             self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
-class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
+class PluggedCompletionPolicy(Plugged, CompletionPolicy):
     """Delegates the choice to a `CustomCompletionPolicy`."""
 
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
@@ -318,6 +367,12 @@ def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
         got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
         raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
+
+
+def _is_same(one: Choice, other: Choice) -> bool:
+    if isinstance(one, Draw) and isinstance(other, Draw):
+        return _is_same(one.kept, other.kept) and _is_same(one.inclusion_prob, other.inclusion_prob)
+    return type(one) is type(other) and np.array_equal(one, other)  # type: ignore[arg-type]
 
 
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:

@@ -7,8 +7,8 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from typing import Protocol, TypeVar, cast
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -23,8 +23,8 @@ from dppo_megatron.config.pruning import (
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
-from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
-from dppo_megatron.pruning.interface import CompletionBatch, Policy
+from dppo_megatron.pruning.custom import CustomPromptPolicy, Plugged, plug
+from dppo_megatron.pruning.interface import CompletionBatch, Policy, StepCost
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -155,6 +155,9 @@ def try_policies(config: PruningConfig, groups: int, size: int, longest: int, sl
         )
         for rows in (np.arange(len(batch)), np.arange(0)):
             policy.prune(batch.take(rows), step=policy.warmup_steps)
+        half = max(groups // 2, 1)
+        first = batch.take(np.arange(half * size))
+        _try_again(policy, first, replace(first, prompt_index=first.prompt_index + half), len(first))
     if is_plugin(config.prompt.method):
         try:
             make_prompt_policy(
@@ -179,6 +182,14 @@ def try_prompt_policy(
         ids = np.arange(min(offered, len(features.level)))
         policy.observe(ids, *_made_up_outcomes(len(ids), size, longest), step=0)
         policy.select(ids, step=policy.warmup_steps)
+        half = max(len(ids) // 2, 1)
+        _try_again(policy, ids[:half], (ids[:half] + half) % len(features.level), half)
+
+
+def _try_again(policy: PromptPolicy | CompletionPolicy, rows: Any, others: Any, count: int) -> None:
+    """What follows the first choice: the same rows once more, others in a second update, and the step's cost."""
+    cast(Plugged, policy).check_draws(rows, others, count, policy.warmup_steps)
+    policy.feedback(StepCost(1, 1.0, 1.0, 1.0))
 
 
 def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:

@@ -20,8 +20,8 @@ from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_prompt_policy
+from dppo_megatron.pruning import CustomPromptPolicy, Draw, StepCost
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_policies, try_prompt_policy
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -284,6 +284,8 @@ def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("prompt", OWN + "Unsigned", "Unsigned': learn, given .* unexpected keyword argument 'step'"),
         ("completion", OWN + "ByLargest", "ByLargest': choose, given 0 rows in step 0: ValueError: zero-size array"),
+        ("prompt", OWN + "Unpaid", "Unpaid': feedback of step 1: AttributeError: .* no attribute 'update_seconds'"),
+        ("prompt", OWN + "Stateless", r"Stateless': own_state\(\): AttributeError: .* no attribute 'seen'"),
         ("completion", OWN + "NoObject", "cannot be made: its __new__ returns a int"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
     ],
@@ -311,6 +313,43 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+
+
+FEATURES = PromptFeatures(np.zeros(16, np.int64), np.zeros(16), np.zeros(16, np.int64), ("",))
+
+
+def _try(name: str, size: int = 3) -> None:
+    own = getattr(policies, name)
+    if issubclass(own, CustomPromptPolicy):
+        try_prompt_policy(_config(OWN + name).pruning.prompt, FEATURES, offered=4, size=size, longest=12)
+    else:
+        try_policies(_config("none", OWN + name).pruning, 4, size, 12, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Roving", "answers equal arguments differently and keeps no own_state, so a resumed run would differ"),
+        ("Shared", r"answers equal .*: draw from np\.random\.default_rng\(\[self\.seed, step, minibatch\]\)"),
+        ("OncePerStep", "choose: in 132 of 132 draws it keeps the same rows as in the next update"),
+        ("OncePerStepToo", "choose: in 20 of 20 draws it keeps the same rows as in the next update"),
+        ("OnceForAll", "choose: in 20 of 20 draws it keeps the same rows as in the next step"),
+    ],
+)
+def test_draws_that_do_not_resume_or_repeat_are_said_at_the_start(name: str, message: str) -> None:
+    """A resumed run would draw other numbers; and no later draw shows that two updates share one."""
+    with pytest.raises(UserError, match=message):
+        _try(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Coins", "Curious", "FirstHalf", "Saving", "Drawn", "Whole", "Longer", "Shortest", "Fresh", "ByRow", "Certain"],
+)
+def test_fresh_draws_pass_the_trial(name: str) -> None:
+    """Also of groups kept as a whole, without chance, from a generator that is saved, and by the row."""
+    for size in range(2, 12):
+        _try(name, size)
 
 
 def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:
