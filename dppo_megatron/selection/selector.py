@@ -132,7 +132,8 @@ class Selector:
         self._replayed: deque[Place] = deque()
         """Places at which the next steps begin: those steps were open in the state that was loaded."""
         self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
-        self._in_unit = settings.baseline_of_passes
+        counts_successes = self._prompt_policy.needs_unit_rewards(settings.pruning.prompt)
+        self._in_unit = settings.baseline_of_passes or "pruning.prompt.score=beta" * counts_successes
         self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
         self._delay = settings.async_steps
         """Number of earlier steps that may be open when a step begins, so that it must not depend on them."""
@@ -415,9 +416,10 @@ class Selector:
     def _learn(self, step: int) -> None:
         """Let the prompt policy learn the finished steps that may be known when `step` is selected, each once."""
         while self._unlearned and (cost := StepCost(**self._past[-self._unlearned].cost)).step < step - self._delay:
-            self._prompt_policy.observe(**self._past[-self._unlearned].outcome, step=cost.step - 1)
+            outcome = self._past[-self._unlearned].outcome
+            self._unlearned -= 1  # also if a user's policy raises: the history has the step then
+            self._prompt_policy.observe(**outcome, step=cost.step - 1)
             self._log_lines += self._prompt_policy.feedback(cost)
-            self._unlearned -= 1
 
     def _deviations(
         self, drawn: tuple[tuple[IntArray, Selection], ...], batch: CompletionBatch

@@ -199,6 +199,46 @@ def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -
     np.testing.assert_equal(_play(resumed, range(4, 9)), _play(whole, range(4, 9)))
 
 
+# ------------------------------------------------------------------------------------------------- what fails in a step
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "saved", "known"),
+    [("choose", 1, 2, 2), ("choose", 2, 2, 2), ("learn", 1, 3, 2), ("feedback", 2, 3, 2), ("own_state", 1, 3, 2)],
+)
+def test_a_policy_that_raises_in_a_step_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, ranks: int, saved: int, known: int
+) -> None:
+    """Of the last step whose weights the actor has, and of what the policy knew before it raised. No rank hangs, each
+    ends with code 3, and the mended policy goes on from there."""
+    monkeypatch.setenv("DPPO_FAILS_IN", method)
+    run = tmp_path / "run"
+    own = {"pruning__prompt__method": OWN + "Failing", "pruning__prompt__warmup_epochs": 0.0}
+    arguments = ["train", "configs/quickstart.yaml", *settings(write_warm_job_files(tmp_path), run, **own)]
+    assert run_ranks(lambda: main(arguments), ranks, timeout_s=120) == [3] * ranks
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == [f"step_00000{saved}"]
+    assert [row["step"] for row in read_metrics(run)] == list(range(saved + 1))
+    state = read_state(run / "checkpoints" / f"step_00000{saved}" / "loop.pt")["loop"]["loop"]
+    assert state["selector"]["prompt"]["own"] == {"known": known}
+    if method == "own_state":
+        monkeypatch.delenv("DPPO_FAILS_IN")
+        assert run_ranks(lambda: main(arguments), 1, timeout_s=120) == [0]
+        assert read_metrics(run)[-1]["step"] == 4
+
+
+def test_a_reward_out_of_range_in_a_step_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is trained on it."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("DPPO_RUN", str(run))
+    own = {"reward__function": "support.faulty:large_at_last", "reward__min_self_consistency": 0.0}
+    own |= {"pruning__prompt__method": "dppo", "pruning__prompt__score": "beta"}
+    arguments = ["train", "configs/quickstart.yaml", *settings(write_warm_job_files(tmp_path), run, **own)]
+    assert run_ranks(lambda: main(arguments), 1, timeout_s=120) == [3]
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000002"]
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 

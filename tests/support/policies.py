@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -371,6 +372,35 @@ class Unpaid(FirstHalf):
 
     def feedback(self, cost: StepCost) -> list[str]:
         return [f"{cost.update_seconds:.1f} s"]  # type: ignore[attr-defined]
+
+
+class Failing(CustomPromptPolicy):
+    """Raises in step 3 of a run, in the method named by `DPPO_FAILS_IN`; its state is the number of steps it knows."""
+
+    known = 0
+
+    def _met(self, method: str, step: int) -> None:
+        if os.environ.get("DPPO_FAILS_IN") == method and step == 3:
+            raise KeyError("a rare thing")
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        self._met("choose", step + 1)
+        return np.full(len(prompt_index), 0.9)
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        self._met("learn", step + 1)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        self._met("feedback", cost.step)
+        self.known += 1
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        self._met("own_state", self.known)
+        return {"known": self.known}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.known = state["known"]
 
 
 class Stateless(FirstHalf):
