@@ -474,7 +474,8 @@ def test_a_diagnostic_that_the_trainer_may_add_is_refused(name: str) -> None:
 def test_a_diagnostic_of_some_updates_is_a_mean_over_all() -> None:
     """What no trial can find: a name that a loss gives first at an advantage of 30, say."""
     updates: Any = [SimpleNamespace(plan=SimpleNamespace(has_support=True))] * 2
-    for sums in (({"rare": 3.0}, {}), ({}, {"rare": 3.0})):
+    given: list[dict[str, float]] = [{"rare": 3.0}, {}]
+    for sums in (given, given[::-1]):
         measured = [
             UpdateResult(0.0, 1.0, 1e-6, False, tokens, one) for tokens, one in zip((2.0, 4.0), sums, strict=True)
         ]

@@ -35,8 +35,7 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
 )
 _WEIGHTS = (1024.0, 2.0**-20, -1.0)
 """Powers of two scale float32 without rounding; real weights / divisors are between these, or below 0 by choice."""
-_ADDED = ("kl", "correction", "correction_bounded")
-"""Names that `make_objective` may add."""
+_ADDED = ("kl", "correction", "correction_bounded")  # by `make_objective`, if the settings ask for them
 _RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates", *_ADDED))
 """Names that a loss's diagnostics may not have."""
 
@@ -178,8 +177,7 @@ class _Trial:
     function: PolicyLoss
     config: ObjectiveConfig
     setting: str
-    names: set[str] = field(default_factory=set)
-    """All diagnostics so far."""
+    diagnostics: set[str] = field(default_factory=set)
 
     def refuse(self, why: str) -> None:
         raise UserError(f"{self.setting}: {why}")
@@ -239,8 +237,8 @@ class _Trial:
             message = f"{self.setting}: raised {type(error).__name__} on a small made-up batch: {error}"
             raise UserError(message) from error
         check_result(result, batch, self.config.function)
-        lacks = self.names ^ result.diagnostics.keys() if self.names else set[str]()
-        self.names.update(result.diagnostics)
+        lacks = self.diagnostics ^ result.diagnostics.keys() if self.diagnostics else set[str]()
+        self.diagnostics.update(result.diagnostics)
         if lacks and bool((rows[6] > 0).any()):  # where nothing is trained, a sum without it is 0 too
             self.refuse(
                 f"returns the diagnostic '{min(lacks)}' with some batches only, so its mean over all tokens would be"

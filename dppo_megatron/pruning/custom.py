@@ -50,8 +50,6 @@ Choice = FloatArray | BoolArray | Draw
 _LEAST_KEPT = 1e-9
 """Smallest probability of a kept row, even one without gradient: a weight above 1e38 is infinite in float32 losses, and
 0 times infinity is NaN."""
-_LEAST_CHANCE = 1e-6
-"""Of equal draws in the trial, below which they cannot be independent."""
 _ROUNDING = 1e-6
 """Allowed rounding error of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
@@ -140,9 +138,8 @@ class Plugged(Policy):
     kind: str = ""
     """`a Draw`, `a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
     _has_failed = False
-    """The user's code has raised; `_last_state` is then what a checkpoint gets."""
     _last_state: dict[str, Any]
-    """`own_state` after the latest feedback."""
+    """`own_state` after the latest feedback: what a checkpoint gets once the user's code has raised (`_has_failed`)."""
 
     @property
     def has_support(self) -> bool:
@@ -198,41 +195,33 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def check_draws(self, rows: Any, others: Any, count: int, step: int) -> None:
-        """Raise `UserError` if answers to equal arguments differ although no state is saved, or if draws are the same
-        where they have to be independent.
+    def try_again(self, rows: Any, others: Any, step: int) -> None:
+        """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
+        Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
+        it has to be independent: its least certain row bounds the chance of that, since all may be kept together."""
 
-        Only the probability of the least certain row bounds the chance of an equal draw, whatever the design, since a
-        design may keep or drop all rows together.
+        def answer(given: Any, after: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
+            choice = self._call_choose(copy.deepcopy(given), len(rows), step + after, minibatch)
+            return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
 
-        Args:
-            rows, others: two batches of `count` candidates with different prompts.
-        """
-
-        def answer(given: Any, after: int, minibatch: int) -> Choice:
-            return self._call_choose(copy.deepcopy(given), count, step + after, minibatch)
-
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)[0]
         instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
-        has_state = self.own_class.own_state is not CustomPolicy.own_state
-        if not has_state and any(not _is_same(first, answer(rows, 0, 0)) for _ in range(10)):
+        has_state = self.own_class.own_state is not CustomPolicy.own_state  # `feedback` may change what it draws from
+        if not (has_state or all(np.array_equal(first, answer(rows, 0, 0)[0]) for _ in range(10))):
             raise UserError(
-                f"{where} answers equal arguments differently and keeps no own_state, so a resumed run would differ:"
-                f" {instead}"
+                f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
             )
-        updates = [("the next update", others, 0, 1)]
-        updates += [] if has_state else [("the next step", rows, 1, 0)]  # `feedback` may change what it draws from
+        updates = [("the next update", others, 0, 1), *[("the next step", rows, 1, 0)] * (not has_state)]
         for what, given, later, minibatch in updates:
             chance = 1.0
             for after in range(_TRIAL_DRAWS):
-                one, other = answer(rows, after, 0), answer(given, after + later, minibatch)
-                if not (isinstance(one, Draw) and isinstance(other, Draw)) or (one.kept != other.kept).any():
+                (kept, _), (again, pi) = answer(rows, after, 0), answer(given, after + later, minibatch)
+                if pi is None or (kept != again).any():
                     break
-                chance *= float(np.maximum(other.inclusion_prob, 1 - other.inclusion_prob).min(initial=1.0))
-                if chance < _LEAST_CHANCE:
-                    raise UserError(
-                        f"{where}: in {after + 1} of {after + 1} draws it keeps the same rows as in {what}: {instead}"
-                    )
+                chance *= float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                if chance < 1e-6:
+                    raise UserError(f"{where}: {after + 1} draws in a row keep the same rows as in {what}: {instead}")
+        self.feedback(StepCost(1, 1.0, 1.0, 1.0))
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
@@ -367,12 +356,6 @@ def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
         got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
         raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
-
-
-def _is_same(one: Choice, other: Choice) -> bool:
-    if isinstance(one, Draw) and isinstance(other, Draw):
-        return _is_same(one.kept, other.kept) and _is_same(one.inclusion_prob, other.inclusion_prob)
-    return type(one) is type(other) and np.array_equal(one, other)  # type: ignore[arg-type]
 
 
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:

@@ -113,8 +113,8 @@ class Rewards:
             return dict(_NOT_JUDGED)
         if not math.isfinite(total):
             return {"failure": f"returned parts whose weighted sum is {total}"}
-        decides = {} if self._functions[0][0].name in parts else {"undecided": True}
-        return first | {"reward": total, "parts": parts, "facts": facts} | decides
+        undecided = self._functions[0][0].name not in parts
+        return first | {"reward": total, "parts": parts, "facts": facts, "undecided": undecided}
 
 
 _NOT_JUDGED = {"failure": "returned None for this completion"}

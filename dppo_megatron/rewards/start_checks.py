@@ -98,14 +98,13 @@ def check_references(
         wrong = [i for i in wrong if not is_correct(grades[i], reward.correct_from)]
     undecided = {i for i in wrong if grades[i].undecided}
     wrong = [i for i in wrong if i not in undecided]
-    judged = count - len(undecided)
-    right = judged - len(wrong)
-    of_all = f"{judged:,} of its {len(prompts):,}" if judged < len(prompts) else f"its {judged:,}"
-    share = _percent(right, judged or 1)
-    line = f"{name}: of {of_all} references the grader takes {share} for right when given as an answer"
+    known = count - len(undecided)
+    right = known - len(wrong)
+    of_all = f"{known:,} of its {len(prompts):,}" if known < len(prompts) else f"its {known:,}"
+    line = f"{name}: of {of_all} references the grader takes {_percent(right, known)} for right when given as an answer"
     if undecided:
         line += f"; {len(undecided):,} others are not judged by the first function, which decides what is correct"
-    if right >= reward.min_self_consistency * judged:
+    if right >= reward.min_self_consistency * known:
         return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong, undecided))])
     rows = [
         f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"
@@ -166,4 +165,4 @@ def _place(prompt: Prompt) -> str:
 
 def _percent(part: int, whole: int) -> str:
     """Rounded down, so that 100 % means all of them."""
-    return f"{1000 * part // whole / 10:g} %"
+    return f"{1000 * part // (whole or 1) / 10:g} %"

@@ -369,11 +369,11 @@ def _try(name: str, size: int = 3) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Roving", "answers equal arguments differently and keeps no own_state, so a resumed run would differ"),
+        ("Roving", "answers equal arguments differently and has no own_state to resume from"),
         ("Shared", r"answers equal .*: draw from np\.random\.default_rng\(\[self\.seed, step, minibatch\]\)"),
-        ("OncePerStep", "choose: in 132 of 132 draws it keeps the same rows as in the next update"),
-        ("OncePerStepToo", "choose: in 20 of 20 draws it keeps the same rows as in the next update"),
-        ("OnceForAll", "choose: in 20 of 20 draws it keeps the same rows as in the next step"),
+        ("OncePerStep", "choose: 132 draws in a row keep the same rows as in the next update"),
+        ("OncePerStepToo", "choose: 20 draws in a row keep the same rows as in the next update"),
+        ("OnceForAll", "choose: 20 draws in a row keep the same rows as in the next step"),
     ],
 )
 def test_draws_that_do_not_resume_or_repeat_are_said_at_the_start(name: str, message: str) -> None:
