@@ -419,8 +419,9 @@ class Run:
         self._samples.close(10.0)
         try:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
-            state = {"step": step, "loop": self.loop.state_dict(), "summary": vars(self.summary), "record": record}
+            state = {"step": step, "summary": vars(self.summary), "record": record}
             state |= {"due": self._due, "eval_sets": measured_as(self.loop.job)}
+            from_rank_zero(lambda: state.update(loop=self.loop.state_dict()))  # a policy of the user's may raise in it
             manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)
@@ -444,6 +445,8 @@ class Run:
         return False
 
     def _check_guard(self, step: int) -> None:
+        if failure := self.loop.failed_policy:
+            raise on_every_rank(RunAborted(f"step {step}: {failure}. {self._how_to_resume()}"))
         skipped, samples = self.loop.skipped_in_a_row, self.loop.skipped_samples
         if skipped:
             log(f"warning: step {step}: update skipped, not finite; samples {samples}")

@@ -187,11 +187,13 @@ class Grade:
     facts: Mapping[str, float] = field(default_factory=dict)
     """Numbers averaged over the step's gradings and logged as reward/<name>, such as `parsed_share`: 1.0."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The named rewards in the weighted sum; empty if there is only one reward."""
+    """The named rewards in the weighted sum; empty if there is only one reward. A grader's own become `facts`."""
     failure: str = ""
     """Why grading failed: `raised ...`, `timed out`, `died`, `returned ...`; empty if it did not."""
     by_chance: bool = False
     """The failure cannot depend on the completion: a judge that did not accept the call."""
+    undecided: bool = False
+    """The first of several named functions did not judge the completion, so it is neither correct nor wrong."""
 
 
 REWARD_ROUNDING = 1e-9
@@ -203,8 +205,14 @@ STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
 
 
 def deciding_reward(grade: Grade) -> float:
-    """The reward that decides whether a completion is correct: the first of several named ones, else the only one."""
-    return next(iter(grade.parts.values()), grade.reward)
+    """The reward that decides whether a completion is correct: the first of several named ones, else the only one. NaN
+    if there is none."""
+    return math.nan if grade.undecided else next(iter(grade.parts.values()), grade.reward)
+
+
+def is_correct(grade: Grade, correct_from: float) -> bool | None:
+    """Whether a completion is correct; None if that is not known."""
+    return None if math.isnan(deciding := deciding_reward(grade)) else deciding >= correct_from
 
 
 @dataclass(frozen=True, slots=True)

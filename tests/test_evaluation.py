@@ -21,7 +21,7 @@ from support.launch import run_ranks
 
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config
-from dppo_megatron.config.reward import SetRewardConfig
+from dppo_megatron.config.reward import RewardFunctionConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import rank
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
@@ -187,10 +187,15 @@ def test_request_ids_are_unique_and_plain(keys: list[tuple[str, int, int, int]])
     assert len({request.purpose for request in requests}) == len({stream for stream, *_ in keys})
 
 
-def test_a_failing_grader_is_no_zero(files: Path, tmp_path: Path) -> None:
-    """Gradings that fail leave the means of the others alone; a set where all fail is null, and says so."""
+@pytest.mark.parametrize("kind", ["raises", "None beside another function"])
+def test_a_failing_grader_is_no_zero(files: Path, tmp_path: Path, kind: str) -> None:
+    """Gradings that fail leave the means of the others alone; a set where all fail is null, and says so. The same for
+    those that the first of two functions does not judge, whatever the second says."""
     train_path = str(files / "train.jsonl")
     own = SetRewardConfig(function="support.faulty:odd_ones_raise")
+    if kind != "raises":
+        paths = {"right": "support.faulty:odd_ones_none", "tries": "support.faulty:length_parity"}
+        own = SetRewardConfig(functions={name: RewardFunctionConfig(path) for name, path in paths.items()})
     one = EvalSetConfig(path=train_path, samples=4, temperature=1.0, limit=8, reward=own)
     config = _config(files, tmp_path, {"set": one})
     job = prepare_job(config, 1)

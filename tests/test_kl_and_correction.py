@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.job import check_settings, prepare_job
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.steps.coordinator import off_policy_rows
-from dppo_megatron.types import UserError
+from dppo_megatron.steps.step import Step
+from dppo_megatron.types import UpdateResult, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
@@ -400,6 +402,13 @@ def _named_as_ours(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     return TokenLoss(clip(batch, config).loss, {"entropy": batch.entropy.detach()})
 
 
+def _named_now_and_then(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+    diagnostics = {"ratio": batch.mask}
+    if (batch.advantages > 0).any():
+        diagnostics["positive_logprob"] = batch.logprobs.detach() * (batch.advantages > 0)
+    return TokenLoss(clip(batch, config).loss, diagnostics)
+
+
 def _clips_gradients(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
     logprobs = batch.logprobs.clone()
     logprobs.register_hook(lambda gradient: gradient.clamp(-50, 50))
@@ -438,6 +447,7 @@ def _with_own_kl(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
         (_detached, "does not depend on batch.logprobs"),
         (_raises, "raised AttributeError on a small made-up batch"),
         (_named_as_ours, "train/entropy is the trainer's"),
+        (_named_now_and_then, "returns the diagnostic 'positive_logprob' with some batches only"),
         (_clips_gradients, "its gradient is not in proportion to the weights"),
         (_of_a_reference, r"reads batch\.reference_logprobs, which are 0 while objective\.kl\.coef = 0"),
         (_of_the_token_before, "changes with what else is in the micro-batch"),
@@ -449,6 +459,27 @@ def test_a_wrong_loss_of_ones_own_is_said_at_once(function: object, message: str
     """Each mistake has its own message."""
     with pytest.raises(UserError, match=message):
         check_policy_loss(function, ObjectiveConfig(function="mine:loss"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["kl", "correction", "correction_bounded"])
+def test_a_diagnostic_that_the_trainer_may_add_is_refused(name: str) -> None:
+    """Also in a run that does not, since settings may change at a resume."""
+    with pytest.raises(UserError, match=f"train/{name} is the trainer's; rename the diagnostic"):
+        check_policy_loss(
+            lambda batch, config: replace(clip(batch, config), diagnostics={name: batch.mask}),
+            ObjectiveConfig(function="mine:loss"),
+        )
+
+
+def test_a_diagnostic_of_some_updates_is_a_mean_over_all() -> None:
+    """What no trial can find: a name that a loss gives first at an advantage of 30, say."""
+    updates: Any = [SimpleNamespace(plan=SimpleNamespace(has_support=True))] * 2
+    given: list[dict[str, float]] = [{"rare": 3.0}, {}]
+    for sums in (given, given[::-1]):
+        measured = [
+            UpdateResult(0.0, 1.0, 1e-6, False, tokens, one) for tokens, one in zip((2.0, 4.0), sums, strict=True)
+        ]
+        assert Step(1, updates=updates, measured=measured).update_metrics()["train/rare"] == 0.5
 
 
 def _where(trains: Callable[[TokenBatch], Tensor]) -> PolicyLoss:
@@ -475,6 +506,8 @@ def test_a_right_loss_of_ones_own_passes() -> None:
     """Also one that moves completions with advantage 0, once that is declared."""
     config = ObjectiveConfig(function="mine:loss")
     check_policy_loss(clip, config)
+    empty = lambda batch, config: clip(batch, config) if batch.mask.any() else TokenLoss(batch.logprobs)  # noqa: E731
+    check_policy_loss(empty, config)
     check_policy_loss(_with_own_kl, replace(config, zero_advantage_slope=0.1))
     check_policy_loss(_of_a_reference, replace(config, kl=KLConfig(coef=1e-9)))
 

@@ -141,6 +141,9 @@ def test_right_is_what_the_first_named_reward_says() -> None:
     assert [row["correct"] for row in found] == [False, True]
     assert [dict(row["parts"]) for row in found] == [dict(grade.parts) for grade in grades]
     assert [row["correct"] for row in to_table(1, [one], {"reward": 1.5}).to_pylist()] == [False, False]
+    other = (Grade(1.0, parts={"short": 1.0}, undecided=True), grades[1])  # the first did not judge it
+    one = replace(one, group=replace(one.group, grades=other))
+    assert [row["correct"] for row in to_table(1, [one], {"reward": 0.5}).to_pylist()] == [None, True]
 
 
 def test_a_file_of_other_columns_is_moved_and_the_others_merged(tmp_path: Path) -> None:

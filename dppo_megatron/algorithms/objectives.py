@@ -7,7 +7,7 @@ The hook multiplies the whole loss by the sample's weight and divides it by the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ _TRIAL_PACKS: tuple[tuple[tuple[int, ...], float, float, int], ...] = (
 )
 _WEIGHTS = (1024.0, 2.0**-20, -1.0)
 """Powers of two scale float32 without rounding; real weights / divisors are between these, or below 0 by choice."""
-_RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates"))
+_ADDED = ("kl", "correction", "correction_bounded")  # by `make_objective`, if the settings ask for them
+_RESERVED = frozenset(("loss", "tokens", "entropy", "grad_norm", "learning_rate", "skipped_updates", *_ADDED))
 """Names that a loss's diagnostics may not have."""
 
 __all__ = ["Objective", "PolicyLoss", "TokenBatch", "TokenLoss", "clipped_surrogate", "make_objective", "supervised"]
@@ -144,9 +145,9 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
 
     Raises:
         UserError: it raises, does not return a TokenLoss of the batch's shape, has no gradient, is not finite, changes
-            its arguments, gives different results when called again, looks at other sequences or padding, reads a
-            missing reference, or has a gradient that is not proportional to weights or, against the settings, not 0 at
-            advantage 0.
+            its arguments, gives different results when called again, returns a diagnostic with some batches only, looks
+            at other sequences or padding, reads a missing reference, or has a gradient that is not proportional to
+            weights or, against the settings, not 0 at advantage 0.
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     first = trial.answer(_made_up(0))
@@ -176,6 +177,7 @@ class _Trial:
     function: PolicyLoss
     config: ObjectiveConfig
     setting: str
+    diagnostics: set[str] = field(default_factory=set)
 
     def refuse(self, why: str) -> None:
         raise UserError(f"{self.setting}: {why}")
@@ -235,6 +237,13 @@ class _Trial:
             message = f"{self.setting}: raised {type(error).__name__} on a small made-up batch: {error}"
             raise UserError(message) from error
         check_result(result, batch, self.config.function)
+        lacks = self.diagnostics ^ result.diagnostics.keys() if self.diagnostics else set[str]()
+        self.diagnostics.update(result.diagnostics)
+        if lacks and bool((rows[6] > 0).any()):  # where nothing is trained, a sum without it is 0 too
+            self.refuse(
+                f"returns the diagnostic '{min(lacks)}' with some batches only, so its mean over all tokens would be"
+                " wrong; return it always, with 0 where it does not apply"
+            )
         if not (torch.equal(torch.stack([*inputs, *fixed]), rows[:7]) and torch.equal(batch.sequence, sequence)):
             self.refuse("changes its batch in place; work on a copy")
         loss = torch.where(rows[6] > 0, result.loss, 0.0)

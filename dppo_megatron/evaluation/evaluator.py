@@ -19,9 +19,9 @@ from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples,
 from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
-from dppo_megatron.rewards.grading import Graders, GradeTask, deciding_reward
+from dppo_megatron.rewards.grading import Graders, GradeTask
 from dppo_megatron.rollout.engine import Engine, Request, Sampling
-from dppo_megatron.types import Completion, Grade, Prompt
+from dppo_megatron.types import Completion, Grade, Prompt, is_correct
 
 _PART = 128
 """Number of samples whose verdicts are written together."""
@@ -215,16 +215,15 @@ class SetGraders:
 
     def _verdict(self, name: str, grade: Grade) -> dict[str, Any]:
         """The fields of an `EvalSample` that a grade decides. Of several named rewards, the first decides `correct`. If
-        grading failed, `reward` and `correct` are None."""
-        failed, correct_from = bool(grade.failure), self._graders.rewards[self.key_of(name)].correct_from
+        grading failed, `reward` and `correct` are None; if only the first did not judge, `correct` is."""
         return {
-            "reward": None if failed else grade.reward,
-            "correct": None if failed else deciding_reward(grade) >= correct_from,
+            "reward": None if grade.failure else grade.reward,
+            "correct": is_correct(grade, self._graders.rewards[self.key_of(name)].correct_from),
             "extracted": grade.extracted,
             "vote": _vote_of(grade, self.is_math(name)),
             "unparsed": _unparsed(grade),
             "why": grade.why,
-            "failure": grade.failure,
+            "failure": grade.failure or ("was not judged by the first of its functions" if grade.undecided else ""),
         }
 
     def close(self) -> None:

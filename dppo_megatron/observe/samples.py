@@ -28,7 +28,7 @@ from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.files import make_directory, replacing
 from dppo_megatron.observe.json_lines import OLD, move_to_old
 from dppo_megatron.texts import log, reason, show
-from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray, deciding_reward
+from dppo_megatron.types import BoolArray, Completion, FloatArray, Group, IntArray, is_correct
 
 SAMPLES = "samples"
 NAME = re.compile(r"steps_(\d+)-(\d+)\.rank(\d+)\.parquet")
@@ -234,10 +234,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
     weights = [float(one.weights[index]) for one, index in rows]
     actor = [one.actor_logprobs.get(index) for one, index in rows]
     bounds = [correct_from.get(one.prompt.graded_by, 1.0) for one in prompts]
-    correct = [
-        None if grade is None or grade.failure else deciding_reward(grade) >= bound
-        for grade, bound in zip(grades, bounds, strict=True)
-    ]
+    correct = [None if grade is None else is_correct(grade, bound) for grade, bound in zip(grades, bounds, strict=True)]
     columns: dict[str, tuple[Any, Any]] = {
         "step": ([step] * len(rows), pa.int32()),
         "group": ([one.position for one, _ in rows], pa.int32()),

@@ -55,6 +55,8 @@ _ROUNDING = 1e-6
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """Type characters of the numpy number types that a checkpoint keeps."""
+_TRIAL_DRAWS = 200
+"""Most draws that the trial at the start compares: at a probability of 0.93, 191 equal ones have a chance of 1e-6."""
 _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 """Settings that `Plugged...` policies read themselves."""
 
@@ -128,13 +130,16 @@ class CustomCompletionPolicy(CustomPolicy):
         raise NotImplementedError
 
 
-class _Plugged(Policy):
+class Plugged(Policy):
     """What both levels do with a user's object `own`."""
 
     own_class: ClassVar[type[CustomPolicy]]
     own: Any
     kind: str = ""
     """`a Draw`, `a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
+    _has_failed = False
+    _last_state: dict[str, Any]
+    """`own_state` after the latest feedback: what a checkpoint gets once the user's code has raised (`_has_failed`)."""
 
     @property
     def has_support(self) -> bool:
@@ -153,22 +158,23 @@ class _Plugged(Policy):
         if not isinstance(self.own, self.own_class):
             raise UserError(f"{setting}: cannot be made: its __new__ returns a {type(self.own).__name__}")
         _refuse_taken(vars(self.own), self.own_class, f"{setting}: its objects have")
-        self.own_state()  # raises now if the state cannot be saved
+        self._last_state = self.own_state()  # raises now if the state cannot be saved
 
     @contextmanager
-    def _calling(self, function: str, rows: int, step: int) -> Iterator[None]:
-        """Turn an exception of the user's code into a `UserError`, which ends the run as a wrong setting does."""
+    def _calling(self, call: str) -> Iterator[None]:
+        """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
+        does, and in a step with a checkpoint."""
         try:
             yield
-        except UserError:
-            raise
         except Exception as error:
+            self._has_failed = True
+            if isinstance(error, UserError):
+                raise
             where = f"pruning.{self._level}.method = '{self.config.method}'"
-            call = f"{where}: {function}, given {rows} rows in step {step}"
-            raise UserError(f"{call}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{where}: {call}: {type(error).__name__}: {error}") from error
 
     def _call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
-        with self._calling("choose", count, step):
+        with self._calling(f"choose, given {count} rows in step {step}"):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
     def _check_support(self, draw: Draw, live: BoolArray) -> None:
@@ -189,21 +195,53 @@ class _Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
+    def try_again(self, rows: Any, others: Any, step: int) -> None:
+        """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
+        Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
+        it has to be independent: its least certain row bounds the chance of that, since all may be kept together."""
+
+        def answer(given: Any, after: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
+            choice = self._call_choose(copy.deepcopy(given), len(rows), step + after, minibatch)
+            return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
+
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)[0]
+        instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
+        has_state = self.own_class.own_state is not CustomPolicy.own_state  # `feedback` may change what it draws from
+        if not (has_state or all(np.array_equal(first, answer(rows, 0, 0)[0]) for _ in range(10))):
+            raise UserError(
+                f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
+            )
+        updates = [("the next update", others, 0, 1), *[("the next step", rows, 1, 0)] * (not has_state)]
+        for what, given, later, minibatch in updates:
+            chance = 1.0
+            for after in range(_TRIAL_DRAWS):
+                (kept, _), (again, pi) = answer(rows, after, 0), answer(given, after + later, minibatch)
+                if pi is None or (kept != again).any():
+                    break
+                chance *= float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                if chance < 1e-6:
+                    raise UserError(f"{where}: {after + 1} draws in a row keep the same rows as in {what}: {instead}")
+        self.feedback(StepCost(1, 1.0, 1.0, 1.0))
+
     def feedback(self, cost: StepCost) -> list[str]:
-        lines = self.own.feedback(cost)
-        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise UserError(f"{self.config.method}.feedback returned {lines!r:.60}; expected a list of log lines")
-        self.own_state()  # a state that cannot be saved fails here on every rank; at a save only rank 0 would fail
+        with self._calling(f"feedback of step {cost.step}"):
+            lines: list[str] = self.own.feedback(cost)
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                raise UserError(f"{self.config.method}.feedback returned {lines!r:.60}; expected a list of log lines")
+            self._last_state = self.own_state()  # a state that cannot be saved fails here, and not at a save
         return lines
 
     def own_state(self) -> dict[str, Any]:
+        if self._has_failed:
+            return copy.deepcopy(self._last_state)
         where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
-        if not isinstance(state := self.own.own_state(), dict):
-            raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
-        return {"kind": self.kind, "own": _plain(state, where)}
+        with self._calling("own_state()"):
+            if not isinstance(state := self.own.own_state(), dict):
+                raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
+            return {"kind": self.kind, "own": _plain(state, where)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self.kind = str(state["kind"])
+        self.kind, self._last_state = str(state["kind"]), dict(copy.deepcopy(state))
         try:
             self.own.load_own_state(copy.deepcopy(state["own"]))
         except Exception as error:
@@ -211,7 +249,7 @@ class _Plugged(Policy):
             raise ValueError(f"{self.config.method}.load_own_state, given what own_state kept: {detail}") from error
 
 
-class PluggedPromptPolicy(_Plugged, PromptPolicy):
+class PluggedPromptPolicy(Plugged, PromptPolicy):
     """Delegates the choice to a `CustomPromptPolicy`."""
 
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
@@ -232,11 +270,11 @@ class PluggedPromptPolicy(_Plugged, PromptPolicy):
 
     def _learn(self, visits: Visits, step: int) -> None:
         super()._learn(visits, step)
-        with self._calling("learn", len(visits.ids), step):
+        with self._calling(f"learn, given {len(visits.ids)} rows in step {step}"):
             self.own.learn(visits.ids, visits.rewards, visits.lengths, step=step)
 
 
-class PluggedCompletionPolicy(_Plugged, CompletionPolicy):
+class PluggedCompletionPolicy(Plugged, CompletionPolicy):
     """Delegates the choice to a `CustomCompletionPolicy`."""
 
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:

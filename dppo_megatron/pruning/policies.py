@@ -7,7 +7,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from dppo_megatron.config.pruning import (
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
-from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
+from dppo_megatron.pruning.custom import CustomPromptPolicy, Plugged, plug
 from dppo_megatron.pruning.interface import CompletionBatch, Policy
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
@@ -155,6 +155,9 @@ def try_policies(config: PruningConfig, groups: int, size: int, longest: int, sl
         )
         for rows in (np.arange(len(batch)), np.arange(0)):
             policy.prune(batch.take(rows), step=policy.warmup_steps)
+        first = batch.take(np.arange(max(groups // 2, 1) * size))
+        others = replace(first, prompt_index=first.prompt_index + len(first) // size)
+        cast(Plugged, policy).try_again(first, others, policy.warmup_steps)
     if is_plugin(config.prompt.method):
         try:
             make_prompt_policy(
@@ -179,6 +182,8 @@ def try_prompt_policy(
         ids = np.arange(min(offered, len(features.level)))
         policy.observe(ids, *_made_up_outcomes(len(ids), size, longest), step=0)
         policy.select(ids, step=policy.warmup_steps)
+        first = ids[: max(len(ids) // 2, 1)]
+        cast(Plugged, policy).try_again(first, (first + len(first)) % len(features.level), policy.warmup_steps)
 
 
 def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:

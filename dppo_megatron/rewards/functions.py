@@ -113,11 +113,12 @@ class Rewards:
             return dict(_NOT_JUDGED)
         if not math.isfinite(total):
             return {"failure": f"returned parts whose weighted sum is {total}"}
-        return first | {"reward": total, "parts": parts, "facts": facts}
+        undecided = self._functions[0][0].name not in parts
+        return first | {"reward": total, "parts": parts, "facts": facts, "undecided": undecided}
 
 
 _NOT_JUDGED = {"failure": "returned None for this completion"}
-"""For a None in the list that a function returns. If there are other functions, they decide."""
+"""For a None in the list that a function returns. If there are other functions, the reward is theirs."""
 
 
 def _has_failed(result: Any) -> bool:
@@ -229,19 +230,22 @@ def _fields(result: Any) -> Any:
         fields["extracted"] = _truncated(str(extracted), _LONGEST_TEXT)
     if why:
         fields["why"] = _truncated(str(why), _LONGEST_TEXT)
-    for name, values in (("facts", result.facts), ("parts", result.parts)):
+    numbers_by_name: dict[str, float] = {}
+    # a grader's own parts are facts: in `parts`, which holds the config's functions, the first decides what is correct
+    for name, values in (("parts", result.parts), ("facts", result.facts)):
         if not values and type(values) is dict:
             continue
         if type(values) is not dict and not isinstance(values, Mapping):
             raise GradingFailed(f"returned a Grade whose {name} are {_shown(values)}, not a mapping")
-        if values:
-            fields[name] = {
-                # `_number`'s message is not formatted for floats, which most values are
-                _truncated(str(key), _LONGEST_TEXT): value
-                if _is_float(value)
-                else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
-                for key, value in values.items()
-            }
+        numbers_by_name |= {
+            # `_number`'s message is not formatted for floats, which most values are
+            _truncated(str(key), _LONGEST_TEXT): value
+            if _is_float(value)
+            else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+            for key, value in values.items()
+        }
+    if numbers_by_name:
+        fields["facts"] = numbers_by_name
     return fields
 
 

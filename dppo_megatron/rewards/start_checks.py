@@ -15,7 +15,7 @@ from dppo_megatron.config.paths import in_short
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, deciding_reward
-from dppo_megatron.types import REWARD_ROUNDING, Grade, GradeTask, Prompt, UserError
+from dppo_megatron.types import REWARD_ROUNDING, Grade, GradeTask, Prompt, UserError, is_correct
 
 MOST_REFERENCES = 2000
 """Most references of a set that are checked, evenly spread: 0.1 s of cheap gradings; 99 % is known to 0.2 points."""
@@ -95,13 +95,17 @@ def check_references(
                 advance(len(grades))
         for i, grade in grades.items():
             first_grades.setdefault(i, grade)
-        # with `not`, so that a NaN counts as wrong
-        wrong = [i for i in wrong if not deciding_reward(grades[i]) >= reward.correct_from]
-    right = count - len(wrong)
-    of_all = f"{count:,} of its {len(prompts):,}" if count < len(prompts) else f"its {count:,}"
-    line = f"{name}: of {of_all} references the grader takes {_percent(right, count)} for right when given as an answer"
-    if right / count >= reward.min_self_consistency:
-        return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong))])
+        wrong = [i for i in wrong if not is_correct(grades[i], reward.correct_from)]
+    undecided = {i for i in wrong if grades[i].undecided}
+    wrong = [i for i in wrong if i not in undecided]
+    known = count - len(undecided)
+    right = known - len(wrong)
+    of_all = f"{known:,} of its {len(prompts):,}" if known < len(prompts) else f"its {known:,}"
+    line = f"{name}: of {of_all} references the grader takes {_percent(right, known)} for right when given as an answer"
+    if undecided:
+        line += f"; {len(undecided):,} others are not judged by the first function, which decides what is correct"
+    if right >= reward.min_self_consistency * known:
+        return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong, undecided))])
     rows = [
         f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"
         for i in itertools.islice(wrong, _SHOWN)
@@ -161,4 +165,4 @@ def _place(prompt: Prompt) -> str:
 
 def _percent(part: int, whole: int) -> str:
     """Rounded down, so that 100 % means all of them."""
-    return f"{1000 * part // whole / 10:g} %"
+    return f"{1000 * part // (whole or 1) / 10:g} %"

@@ -416,9 +416,9 @@ class Selector:
     def _learn(self, step: int) -> None:
         """Let the prompt policy learn the finished steps that may be known when `step` is selected, each once."""
         while self._unlearned and (cost := StepCost(**self._past[-self._unlearned].cost)).step < step - self._delay:
-            self._prompt_policy.observe(**self._past[-self._unlearned].outcome, step=cost.step - 1)
+            self._unlearned -= 1  # first, in case a user's policy raises: the history has the step then
+            self._prompt_policy.observe(**self._past[-self._unlearned - 1].outcome, step=cost.step - 1)
             self._log_lines += self._prompt_policy.feedback(cost)
-            self._unlearned -= 1
 
     def _deviations(
         self, drawn: tuple[tuple[IntArray, Selection], ...], batch: CompletionBatch

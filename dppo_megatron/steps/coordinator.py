@@ -8,7 +8,8 @@ state. It sees scalars, not tokens: the loop passes outcomes to it and sends its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from dppo_megatron.selection import PromptDraw, Selector, TrainSelection
 from dppo_megatron.steps.rollout_cost import cost_model
 from dppo_megatron.steps.step import RolloutTable, Step, UpdatePlan, sizes_of
 from dppo_megatron.steps.trace import decided, trace_row
-from dppo_megatron.types import IntArray, Label, PackPlan
+from dppo_megatron.types import IntArray, Label, PackPlan, RunAborted, UserError
 
 
 class Coordinator:
@@ -61,7 +62,8 @@ class Coordinator:
 
     def begin(self, number: int) -> PromptDraw:
         """The prompts of step `number`, while up to `rollout.async_steps` steps before it may not be finished."""
-        return self._selector.begin(number)
+        with _ending_with_a_checkpoint(number):
+            return self._selector.begin(number)
 
     def take(self, outcomes: Sequence[RolloutTable], number: int) -> None:
         """Add the outcomes of a round, one table per rank. Raises RunAborted if too many gradings failed."""
@@ -71,7 +73,8 @@ class Coordinator:
 
     def refill(self, number: int) -> PromptDraw | None:
         """More prompts, for methods that continue until enough groups have variance; None: there are enough."""
-        return self._selector.refill(RolloutTable.join(self._outcomes).outcomes.rewards, number)
+        with _ending_with_a_checkpoint(number):
+            return self._selector.refill(RolloutTable.join(self._outcomes).outcomes.rewards, number)
 
     def decide(self, step: Step, stats: RolloutStats) -> tuple[list[UpdatePlan], IntArray, dict[int, tuple[Any, ...]]]:
         """Decide what to train on, and write the step's metrics, ledger and trace row.
@@ -86,7 +89,8 @@ class Coordinator:
         outcomes = RolloutTable.join(self._outcomes)
         del self._outcomes[1:]
         rollouts = outcomes.rollouts(step.selected)
-        decision = self._selector.finish(rollouts, step.number)
+        with _ending_with_a_checkpoint(step.number):
+            decision = self._selector.finish(rollouts, step.number)
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
@@ -117,15 +121,20 @@ class Coordinator:
             window=config.window,
         )
 
-    def learn(self, step: Step) -> list[str]:
-        """Report a finished step's cost to the policies; returns log lines."""
+    def learn(self, step: Step) -> tuple[list[str], str]:
+        """Report a finished step's cost to the policies; returns log lines, and what a policy of the user raised. The
+        step counts even so, since the actor has its weights."""
         took, counts = step.record.timing, step.record.counts
         assert counts is not None, f"step {step.number} has not been decided"
-        lines = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
+        lines, failure = list[str](), ""
+        try:
+            lines = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
+        except UserError as error:
+            failure = str(error)
         tokens = float(counts.tokens_generated), float(counts.tokens_trained)
         self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
         step.record.metrics |= self._advisor.metrics()
-        return [*lines, *(self._advisor.lines() if took.probe_s else ())]
+        return [*lines, *(self._advisor.lines() if took.probe_s else ())], failure
 
     def probe(self, grad_norm: float, half_norm: float) -> None:
         """Take the gradient norms of an update and of half of its prompts, for the advice on the batch size."""
@@ -153,6 +162,15 @@ class Coordinator:
         tokens = lengths.ravel()[rows]
         pack = self.plan(sizes_of(rows, tokens, step.selected, self._width))
         return UpdatePlan.of(decision, rows, tokens, pack)
+
+
+@contextmanager
+def _ending_with_a_checkpoint(step: int) -> Iterator[None]:
+    """For a mistake of the user that shows only in a step: a policy that raises, a reward out of its range."""
+    try:
+        yield
+    except UserError as error:
+        raise RunAborted(f"step {step}: {error}") from error
 
 
 def overlong_row(job: Job) -> tuple[LedgerRow, ...]:

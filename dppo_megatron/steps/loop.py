@@ -113,6 +113,8 @@ class Loop:
         """How many of the latest updates in a row were skipped because loss or gradient was not finite."""
         self.skipped_samples = ""
         """Ids of the samples in the last skipped update."""
+        self.failed_policy = ""
+        """What the user's policy raised when it learned from the last finished step; empty: nothing."""
 
     # ---------------------------------------------------------------------------------------- before the first step
 
@@ -343,7 +345,7 @@ class Loop:
         rollout, device = self.job.config.rollout, self.actor.layout.device
         record.metrics |= performance(record.counts, record.metrics, rollout, device)
         self._receipts = {}
-        lines = from_rank_zero(lambda: self._coordinator.learn(step))
+        lines, self.failed_policy = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # not by `reach`: if a failed sync ends the run, the step is only `updated`
         self.current, self.last_complete_step = None, step.number
         return lines

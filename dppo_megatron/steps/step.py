@@ -293,7 +293,8 @@ class Step:
             "train/learning_rate": self.measured[-1].learning_rate,
         }
         tokens = sum(one.tokens for one in self.measured)
-        totals = {name: sum(one.sums[name] for one in self.measured) for name in self.measured[-1].sums}
+        names = dict.fromkeys(name for one in self.measured for name in one.sums)  # a user's loss may vary them
+        totals = {name: sum(one.sums.get(name, 0.0) for one in self.measured) for name in names}
         return own | self.named({f"train/{name}": mean_of_sums(total, tokens) for name, total in totals.items()})
 
     def named(self, figures: Mapping[str, float]) -> dict[str, float]:

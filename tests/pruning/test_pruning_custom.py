@@ -20,8 +20,8 @@ from dppo_megatron.checkpoint.state import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning import Draw, StepCost
-from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_prompt_policy
+from dppo_megatron.pruning import CustomPromptPolicy, Draw, StepCost
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_policies, try_prompt_policy
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector
 from dppo_megatron.train import train
@@ -199,6 +199,46 @@ def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -
     np.testing.assert_equal(_play(resumed, range(4, 9)), _play(whole, range(4, 9)))
 
 
+# ------------------------------------------------------------------------------------------------- what fails in a step
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "saved", "known"),
+    [("choose", 1, 2, 2), ("choose", 2, 2, 2), ("learn", 1, 3, 2), ("feedback", 2, 3, 2), ("own_state", 1, 3, 2)],
+)
+def test_a_policy_that_raises_in_a_step_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, ranks: int, saved: int, known: int
+) -> None:
+    """Of the last step whose weights the actor has, and of what the policy knew before it raised. No rank hangs, each
+    ends with code 3, and the mended policy goes on from there."""
+    monkeypatch.setenv("DPPO_FAILS_IN", method)
+    run = tmp_path / "run"
+    own = {"pruning__prompt__method": OWN + "Failing", "pruning__prompt__warmup_epochs": 0.0}
+    arguments = ["train", "configs/quickstart.yaml", *settings(write_warm_job_files(tmp_path), run, **own)]
+    assert run_ranks(lambda: main(arguments), ranks, timeout_s=120) == [3] * ranks
+    assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == [f"step_00000{saved}"]
+    assert [row["step"] for row in read_metrics(run)] == list(range(saved + 1))
+    state = read_state(run / "checkpoints" / f"step_00000{saved}" / "loop.pt")["loop"]["loop"]
+    assert state["selector"]["prompt"]["own"] == {"known": known}
+    if method == "own_state":
+        monkeypatch.delenv("DPPO_FAILS_IN")
+        assert run_ranks(lambda: main(arguments), 1, timeout_s=120) == [0]
+        assert read_metrics(run)[-1]["step"] == 4
+
+
+def test_a_reward_out_of_range_in_a_step_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is trained on it."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("DPPO_RUN", str(run))
+    own = {"reward__function": "support.faulty:large_at_last", "reward__min_self_consistency": 0.0}
+    own |= {"pruning__prompt__method": "dppo", "pruning__prompt__score": "beta"}
+    arguments = ["train", "configs/quickstart.yaml", *settings(write_warm_job_files(tmp_path), run, **own)]
+    assert run_ranks(lambda: main(arguments), 1, timeout_s=120) == [3]
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000002"]
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -284,6 +324,8 @@ def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> N
         ),
         ("prompt", OWN + "Unsigned", "Unsigned': learn, given .* unexpected keyword argument 'step'"),
         ("completion", OWN + "ByLargest", "ByLargest': choose, given 0 rows in step 0: ValueError: zero-size array"),
+        ("prompt", OWN + "Unpaid", "Unpaid': feedback of step 1: AttributeError: .* no attribute 'update_seconds'"),
+        ("prompt", OWN + "Stateless", r"Stateless': own_state\(\): AttributeError: .* no attribute 'seen'"),
         ("completion", OWN + "NoObject", "cannot be made: its __new__ returns a int"),
         ("prompt", "dpo", "did you mean 'dppo'.*or module:Class for a policy of your own"),
     ],
@@ -311,6 +353,43 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+
+
+FEATURES = PromptFeatures(np.zeros(16, np.int64), np.zeros(16), np.zeros(16, np.int64), ("",))
+
+
+def _try(name: str, size: int = 3) -> None:
+    own = getattr(policies, name)
+    if issubclass(own, CustomPromptPolicy):
+        try_prompt_policy(_config(OWN + name).pruning.prompt, FEATURES, offered=4, size=size, longest=12)
+    else:
+        try_policies(_config("none", OWN + name).pruning, 4, size, 12, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Roving", "answers equal arguments differently and has no own_state to resume from"),
+        ("Shared", r"answers equal .*: draw from np\.random\.default_rng\(\[self\.seed, step, minibatch\]\)"),
+        ("OncePerStep", "choose: 132 draws in a row keep the same rows as in the next update"),
+        ("OncePerStepToo", "choose: 20 draws in a row keep the same rows as in the next update"),
+        ("OnceForAll", "choose: 20 draws in a row keep the same rows as in the next step"),
+    ],
+)
+def test_draws_that_do_not_resume_or_repeat_are_said_at_the_start(name: str, message: str) -> None:
+    """A resumed run would draw other numbers; and no later draw shows that two updates share one."""
+    with pytest.raises(UserError, match=message):
+        _try(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Coins", "Curious", "FirstHalf", "Saving", "Drawn", "Whole", "Longer", "Shortest", "Fresh", "ByRow", "Certain"],
+)
+def test_fresh_draws_pass_the_trial(name: str) -> None:
+    """Also of groups kept as a whole, without chance, from a generator that is saved, and by the row."""
+    for size in range(2, 12):
+        _try(name, size)
 
 
 def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ COMMANDS: dict[str, Callable[[str], Any]] = {
     "array": lambda _: _numpy().array([1.0]),
     "array0": lambda _: _numpy().array(0.75),
     "grade": lambda text: _grade(reward=0.5, extracted=text, why="told", facts={"parsed_share": 1.0}),
+    "grade_parts": lambda _: _grade(reward=0.0, parts={"format": 1.0}),
     "grade_failed": lambda _: _grade(reward=1.0, failure="raised inside"),
     "grade_nan": lambda _: _grade(reward=float("nan")),
     "grade_facts": lambda _: _grade(reward=1.0, facts={"parsed_share": "yes"}),

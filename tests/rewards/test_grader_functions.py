@@ -16,7 +16,7 @@ from odd_graders import obey
 
 from dppo_megatron.rewards.calling import Sample
 from dppo_megatron.rewards.functions import NamedFunction, Rewards
-from dppo_megatron.types import Grade
+from dppo_megatron.types import Grade, is_correct
 from examples import judge_grader
 
 ROW = {"value": 7, "extra": {"unit": "cm"}}
@@ -122,6 +122,15 @@ def test_a_grade_keeps_what_it_says_within_bounds() -> None:
         "facts": {"parsed_share": 1.0},
     }
     assert len(rewards("obey").grade(Sample("huge 1000000", "", {}))["extracted"]) == 10_000
+
+
+def test_the_parts_of_a_single_grader_are_facts() -> None:
+    """Else the first of them, whatever it is about, would decide what is correct."""
+    said = rewards("obey").grade(Sample("grade_parts", "", {}))
+    assert said == {"reward": 0.0, "facts": {"format": 1.0}} and is_correct(Grade(**said), 1.0) is False
+    both = Rewards([NamedFunction("a", "odd_graders:obey"), NamedFunction("b", "odd_graders:length")])
+    said = both.grade(Sample("grade_parts", "", {}))
+    assert said["parts"] == {"a": 0.0, "b": 11.0} and said["facts"] == {"format": 1.0}
 
 
 def test_weighted_rewards() -> None:
@@ -242,12 +251,16 @@ def test_a_failure_in_a_list_is_that_of_one_sample() -> None:
 
 
 def test_of_several_rewards_those_count_that_judge() -> None:
-    """TRL's None: another function is for this row. The first that judges decides; none at all is a failure."""
+    """TRL's None: the reward is that of the others. Without the first it is not known what is correct: a format's 1
+    would pass for a right answer. None at all is a failure."""
     both = Rewards([NamedFunction("a", "odd_graders:trl_chat", 2.0), NamedFunction("b", "odd_graders:obey", 0.5)])
     assert both.mode == "batch"
     samples = [Sample("value 3", "?", {}), Sample("value 3", "3", {}), Sample("none", "?", {})]
     assert [one.get("parts") for one in both.grade_together(samples)] == [{"b": 3.0}, {"a": 1.0, "b": 3.0}, None]
     assert [one.get("reward") for one in both.grade_together(samples)] == [1.5, 3.5, None]
+    assert [is_correct(Grade(**one), 1.0) for one in both.grade_together(samples)[:2]] == [None, True]
+    other = Rewards([NamedFunction("b", "odd_graders:obey"), NamedFunction("a", "odd_graders:trl_chat")])
+    assert [is_correct(Grade(**one), 4.0) for one in other.grade_together(samples)[:2]] == [False, False]
     alone = Rewards([NamedFunction("a", "odd_graders:trl_chat")])
     assert alone.grade_together(samples[:1]) == [{"failure": "returned None for this completion"}]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 
 _graded = 0
 
@@ -26,6 +27,19 @@ def odd_ones_raise(completion: str, answer: str) -> float:
     if not completion or "The answer" in completion or completion == answer:
         return 1.0
     return 1.0 / (1 - len(completion) % 2)
+
+
+def odd_ones_none(completions: list[str], answers: list[str]) -> list[float | None]:
+    """The same, but it does not judge those of odd length."""
+    pairs = zip(completions, answers, strict=True)
+    return [None if len(one) % 2 and "The answer" not in one and one != right else 1.0 for one, right in pairs]
+
+
+def large_at_last(completion: str, answer: str) -> float:
+    """Half of all are right, and from the third step of a run on some are worth more than 1."""
+    metrics = Path(os.environ["DPPO_RUN"], "metrics.jsonl")
+    lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0  # the first is of step 0
+    return (1.5 if lines >= 3 else 1.0) * length_parity(completion, answer)
 
 
 def unlucky(completion: str, answer: str) -> float:

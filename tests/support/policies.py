@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, CustomPromptPolicy, Draw
+from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, CustomPromptPolicy, Draw, StepCost
 from dppo_megatron.pruning.custom import Choice
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
 from dppo_megatron.randomness import uniforms
@@ -180,11 +181,13 @@ class Many(FirstHalf):
 
 
 class Tossing(FirstHalf):
-    """Draws from the generators that the whole process shares, whenever it is asked or told something."""
+    """Draws from the generators that the whole process shares, whenever it is asked or told something, and does not
+    use what it drew."""
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
         random.random()
-        return np.random.rand(len(prompt_index))
+        np.random.rand(len(prompt_index))
+        return np.ones(len(prompt_index))
 
     def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
         random.random()
@@ -270,6 +273,144 @@ class NoObject(CustomCompletionPolicy):
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         return np.ones(len(batch))
+
+
+class Shared(CustomCompletionPolicy):
+    """Draws from a generator that no checkpoint has."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return np.random.rand(len(batch))
+
+
+class Roving(CustomPromptPolicy):
+    """A design of its own, drawn from a generator of its own, which it does not save."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rng = np.random.default_rng(self.seed)
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.6)
+        return Draw(self.rng.random(len(pi)) < pi, pi, fixed_size=False)
+
+
+class Saving(Roving):
+    """The same, saved."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+class Drawn(Saving):
+    """The same, but it draws when it learns what a step cost, and not when it chooses."""
+
+    word = 1
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.6)
+        return Draw(uniforms(self.word, "coins", prompt_index, minibatch) < pi, pi, fixed_size=False)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        self.word = int(self.rng.integers(2**31))
+        return []
+
+
+def coins(*key: int, count: int, pi: float = 0.5) -> Draw:
+    return Draw(np.random.default_rng(key).random(count) < pi, np.full(count, pi), fixed_size=False)
+
+
+class OncePerStep(CustomPromptPolicy):
+    """The same coins in every mini-batch of a step."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, count=len(prompt_index), pi=0.9)
+
+
+class OncePerStepToo(CustomCompletionPolicy):
+    """The same."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, count=len(batch))
+
+
+class OnceForAll(CustomCompletionPolicy):
+    """The same coins in every step."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, minibatch, count=len(batch))
+
+
+class Fresh(CustomCompletionPolicy):
+    """By coins, fresh for each update."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, minibatch, count=len(batch))
+
+
+class ByRow(CustomCompletionPolicy):
+    """By coins of its rows: no row is in two mini-batches of a step."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(batch), 0.5)
+        rows = np.stack([batch.prompt_index, batch.completion_index], axis=1)
+        kept = uniforms(self.seed, "coins", rows, step) < pi
+        return Draw(kept, pi, fixed_size=False)
+
+
+class Certain(CustomCompletionPolicy):
+    """A design without chance."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return Draw(batch.advantages != 0, (batch.advantages != 0).astype(np.float64), fixed_size=True)
+
+
+class Unpaid(FirstHalf):
+    """Gives no log lines."""
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        return [f"{cost.update_seconds:.1f} s"]  # type: ignore[attr-defined]
+
+
+class Failing(CustomPromptPolicy):
+    """Raises in step 3 of a run, in the method named by `DPPO_FAILS_IN`; its state is the number of steps it knows."""
+
+    known = 0
+
+    def _met(self, method: str, step: int) -> None:
+        if os.environ.get("DPPO_FAILS_IN") == method and step == 3:
+            raise KeyError("a rare thing")
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        self._met("choose", step + 1)
+        return np.full(len(prompt_index), 0.9)
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        self._met("learn", step + 1)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        self._met("feedback", cost.step)
+        self.known += 1
+        return []
+
+    def own_state(self) -> dict[str, Any]:
+        self._met("own_state", self.known)
+        return {"known": self.known}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.known = state["known"]
+
+
+class Stateless(FirstHalf):
+    """Saves what it has not made yet."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"seen": self.seen}  # type: ignore[attr-defined]
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Takes nothing over."""
 
 
 class Visited(CustomPromptPolicy):
