@@ -40,8 +40,8 @@ from dppo_megatron.observe.progress_display import Progress, RunProgress, print_
 from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error
 from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
-from dppo_megatron.observe.trackers.process import Begin, Cell, StepLine
-from dppo_megatron.observe.trackers.sink import COLUMNS, TRACKERS, Trackers, numbers, settings, table
+from dppo_megatron.observe.trackers.process import Cell, StepLine
+from dppo_megatron.observe.trackers.sink import COLUMNS, Trackers, numbers, start_trackers, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
 from dppo_megatron.pruning import LedgerRow, biased_rows
@@ -258,22 +258,12 @@ class Run:
         log(*(f"step {step:>4}: {one.line()}" for one in scores))
 
     def _start_trackers(self) -> Trackers | None:
-        observe, resumed = self._config.observe, None
-        if not (self._files and observe.trackers):
+        if not (self._files and self._config.observe.trackers):
             return None
+        resumed = None
         if self._origin is not None and self._origin.own:
             resumed = self._origin.step - (self._files.metrics_of(self._origin.step) is None)  # its line waits
-        begin = Begin(
-            run=self._run,
-            directory=str((self._directory / TRACKERS).absolute()),
-            project=observe.tracking.project,
-            name=observe.tracking.name or f"{self._directory.absolute().name}-{self._run[:6]}",
-            tags=observe.tracking.tags,
-            offline=observe.tracking.offline,
-            config=settings(config_values(self._config)),
-            resumed_step=resumed,
-        )
-        return Trackers(observe.trackers, begin, observe.tracking.drain_s)
+        return start_trackers(self._config, self._directory, self._run, resumed)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed

@@ -19,12 +19,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dppo_megatron.children import start_python
-from dppo_megatron.config.changes import flat
+from dppo_megatron.config.changes import config_values, flat
+from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.observe.samples import RecordedGroup, to_table
 from dppo_megatron.observe.trackers.process import ANSWER, ENCODER, Begin, Cell, EndRun, StepLine
@@ -160,6 +162,26 @@ class Trackers:
             one.finish(EndRun(finished))
         for one in self._queues:
             one.close(deadline)
+
+
+def start_trackers(config: Config, directory: Path, run: str, resumed_step: int | None) -> Trackers:
+    """The trackers of `config`, whose files are in the run's `directory`.
+
+    Args:
+        resumed_step: the last step that the record of a resumed run has; None: the run is new.
+    """
+    observe = config.observe
+    begin = Begin(
+        run=run,
+        directory=str((directory / TRACKERS).absolute()),
+        project=observe.tracking.project,
+        name=observe.tracking.name or f"{directory.absolute().name}-{run[:6]}",
+        tags=observe.tracking.tags,
+        offline=observe.tracking.offline,
+        config=settings(config_values(config)),
+        resumed_step=resumed_step,
+    )
+    return Trackers(observe.trackers, begin, observe.tracking.drain_s)
 
 
 def _start(name: str, limit_s: float) -> subprocess.Popen[bytes]:
