@@ -22,7 +22,7 @@ from dppo_megatron.data.order import Order
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import counted, progress
-from dppo_megatron.pruning.interface import StepCapacity, StepCost
+from dppo_megatron.pruning.interface import REWARD_ROUNDING, StepCapacity, StepCost
 from dppo_megatron.pruning.policies import levels, with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
@@ -234,17 +234,25 @@ def unpruned_lengths(trace: Trace) -> IntArray:
 
 
 def refused(trace: Trace, methods: Iterable[str]) -> dict[str, str]:
-    """Methods that the trace's settings do not allow, each with the reason.
+    """Methods that the trace's settings or rewards do not allow, each with the reason.
 
     Example: with `pruning.completion.rate` = 0.95 and groups of 16, `cppo` would keep no completion; `dppo` would.
     """
-    reasons = {}
+    reasons, rewards = {}, np.concatenate([step.rollouts.rewards.ravel() for step in trace.steps])
+    outside = rewards[(rewards < -REWARD_ROUNDING) | (rewards > 1.0 + REWARD_ROUNDING)]
     for method in methods:
         try:
-            _selector(trace, method)
+            if (why := _selector(trace, method).in_unit) and len(outside):
+                reasons[method] = f"the trace has a reward of {outside[0]:g}, and {why}"
         except UserError as error:
             reasons[method] = str(error)
     return reasons
+
+
+def left_out(refusals: dict[str, str]) -> list[str]:
+    """What `refused` gave, a line for each reason."""
+    names = {why: ", ".join(one for one in refusals if refusals[one] == why) for why in refusals.values()}
+    return [f"{methods}: not with these settings: {why}" for why, methods in names.items()]
 
 
 def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:
