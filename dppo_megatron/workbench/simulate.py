@@ -22,7 +22,7 @@ from dppo_megatron.data.order import Order
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import TokenCapacity
 from dppo_megatron.progress import counted, progress
-from dppo_megatron.pruning.interface import REWARD_ROUNDING, StepCapacity, StepCost
+from dppo_megatron.pruning.interface import StepCapacity, StepCost
 from dppo_megatron.pruning.policies import levels, with_method
 from dppo_megatron.pruning.scores import floor_share
 from dppo_megatron.pruning.variance import StepVariance
@@ -31,7 +31,7 @@ from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.texts import aligned
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import REWARD_ROUNDING, FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
