@@ -562,7 +562,9 @@ def test_in_a_browser_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
     compared with that of the resume, as in summary.json."""
     record = read_run(write_record(tmp_path / "one", 1, sampled=range(1, 2)))
     record.columns |= {"eval/other/pass@1": [0.25, 0.29], "eval/once/pass@1": [0.5, None]}
-    record.summary = {"eval_before": {"math": 0.2, "other": 1 / 3, "once": 0.5}, "eval_before_step": {"other": 4}}
+    record.columns |= {"eval/zero/pass@1": [None, 0.3]}
+    before = {"math": 0.2, "other": 1 / 3, "once": 0.5, "zero": 0.25}
+    record.summary = {"eval_before": before, "eval_before_step": {"other": 4, "zero": 0}}
     write_page(tmp_path / "report.html", [record])
     first = driver.current_window_handle
     driver.switch_to.new_window("window")
@@ -576,8 +578,9 @@ def test_in_a_browser_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
             ".some(({ width, height }) => width > 1 && height > 1)).map(one => one.plot.ariaLabel)"
         )
         assert unseen == []
+        zero = "zero 25.0 % (step 0) → 30.0 %"
         cells = driver.execute_script("return document.querySelectorAll('.runs tbody td')[4].innerText.split('\\n')")
-        assert cells == ["math 20.0 % → 60.0 % ± 3.0", "other 33.3 % (step 4) → 29.0 %", "once 50.0 %"]
+        assert cells == ["math 20.0 % → 60.0 % ± 3.0", "other 33.3 % (step 4) → 29.0 %", "once 50.0 %", zero]
         told = driver.execute_script("return [59.96, 119.6, 3599.7, 7260].map(duration)")
         assert told == ["1 min 0 s", "2 min 0 s", "1 h 0 min", "2 h 1 min"]
     finally:

@@ -256,6 +256,17 @@ def test_a_line_with_another_digit_is_noticed(tmp_path: Path) -> None:
     assert '"step": 3' in (tmp_path / "old" / "metrics.redone.jsonl").read_text()
 
 
+@pytest.mark.parametrize("dropped", [{}, {"dropped_before": 7}], ids=["whole", "bounded"])
+def test_a_header_without_a_step_is_replaced(tmp_path: Path, dropped: dict[str, int]) -> None:
+    """A resume from before the first step may have other settings, which no line with the older ones contradicts."""
+    path, old, new = tmp_path / "trace.jsonl", {"format": "x", "rate": 1} | dropped, {"format": "x", "rate": 2}
+    rows = [{"step": 7, "x": 1}]
+    for last_step, expected in ((7, [old, *rows]), (0, [new | dropped])):
+        path.write_text("".join(json.dumps(row) + "\n" for row in (old, *rows)))
+        rewind(path, last_step, None, new)
+        assert [json.loads(line) for line in path.read_text().splitlines()] == expected
+
+
 def _record(path: Path) -> tuple[list[bytes], dict[int, int]]:
     """Four lines, and their checksums."""
     lines = JsonLines(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from support.cases import Choose
 from support.job import REPOSITORY, job_config, read_metrics, write_warm_job_files
 from support.launch import run_ranks
 
+from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -25,7 +27,7 @@ from dppo_megatron.run import Run
 from dppo_megatron.selection import Rollouts, Selector
 from dppo_megatron.steps import trace as steps_trace
 from dppo_megatron.steps.rollout_cost import RolloutCost
-from dppo_megatron.steps.trace import trace_header, write_features
+from dppo_megatron.steps.trace import changed_since, trace_header, write_features
 from dppo_megatron.train import train
 from dppo_megatron.types import PromptFeatures, UserError
 from dppo_megatron.workbench.cli import main
@@ -193,8 +195,8 @@ def test_steps_before_and_after_a_change_are_not_replayed_together(files: Path, 
 
         run_ranks(job, 1)
 
-    path, may = tmp_path / "run" / "trace.jsonl", "[rollout.prompts_per_step,actor.optimizer,pruning]"
-    other = {"checkpoint__may_change": may, "actor__optimizer__learning_rate": 1e-5}
+    path, may = tmp_path / "run" / "trace.jsonl", "[rollout.prompts_per_step,actor.optimizer,pruning,objective]"
+    other = {"checkpoint__may_change": may, "actor__optimizer__learning_rate": 1e-5, "objective__clip_high": 0.28}
     run(steps=1)
     run(steps=2, **other)
     before = job_config(files, tmp_path / "run").rollout.prompts_per_step
@@ -204,8 +206,32 @@ def test_steps_before_and_after_a_change_are_not_replayed_together(files: Path, 
     told = rf"trace\.jsonl:4: step 3 .* prompts_per_step = {before // 2}, pruning\.prompt\.rate = 0\.125"
     with pytest.raises(UserError, match=told):
         read_trace(str(path))
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
+    head, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([head, *lines[:2]]))
     assert [one.step for one in read_trace(str(path)).steps] == [1, 2]
+    path.write_text(head + lines[2])
+    with pytest.raises(UserError, match=r"cannot be replayed together, and no earlier step is left$"):
+        read_trace(str(path))
+
+
+def test_a_setting_that_only_one_line_has_is_a_change(tmp_path: Path) -> None:
+    """Weights of the sets, which are one set without them; what the loss alone reads is none, but for its slope."""
+    config, path = read_config(str(REPOSITORY / "configs" / "quickstart.yaml"), []), tmp_path / "trace.jsonl"
+    features = PromptFeatures(np.full(200, 5), np.zeros(200), np.zeros(200, np.int64), ("",))
+    config.data.train_path = ""
+    one_set = trace_header(config, {"": 200}, features)
+    config.data.mixing = "weighted"
+    config.data.train_sets = {"a": TrainSetConfig(path="a", weight=3.0)}
+    weighted = trace_header(config, {"": 200}, features)
+    config.objective.kl.coef, config.objective.kl.estimator, config.objective.dual_clip = 0.5, "k2", 3.0
+    sloped = trace_header(config, {"": 200}, features)
+    for first, then, changed in (
+        (one_set, weighted, {"set_weights": None, "set_weights.a": 3.0}),
+        (weighted, one_set, {"set_weights.a": None, "set_weights": None}),
+        (weighted, sloped, {"slope at advantage 0": 0.5}),
+    ):
+        path.write_text(json.dumps(first) + "\n")
+        assert changed_since(path, then) == {"changed": changed}
 
 
 def test_a_predicted_divisor_shortens_the_gradient_once() -> None:
@@ -299,6 +325,39 @@ def test_simulate_command(still: Path, tmp_path: Path, capsys: pytest.CaptureFix
         assert expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("case", ["an allocation", "rewards of -1"])
+def test_methods_that_a_trace_does_not_allow_are_left_out(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base too, and those that count successes. They are named with the reason, which several may share."""
+    settings = {
+        "an allocation": [
+            "pruning.completion.method=cppo",
+            "pruning.completion.allocation=true",
+            "pruning.completion.rate=0.25",
+            "rollout.prompts_per_step=48",
+            "objective.updates_per_step=32",
+        ],
+        "rewards of -1": ["pruning.prompt.method=none", "pruning.prompt.score=beta"],
+    }
+    config, path = (
+        read_config(str(REPOSITORY / "configs" / "quickstart.yaml"), settings[case]),
+        tmp_path / "trace.jsonl",
+    )
+    features = PromptFeatures(np.full(200, 5), np.zeros(200), np.zeros(200, np.int64), ("",))
+    reward = 1 if case == "an allocation" else -1
+    _begin_trace(path, trace_header(config, {"": 200}, features), [reward, *[1] * 7])
+    assert main(["simulate", str(path), "--json", str(tmp_path / "out.json")]) == 0
+    said, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    [line] = [one for one in said.splitlines() if "not with these settings: " in one]
+    names, _, why = line.partition(": not with these settings: ")
+    assert list(found["refused"]) == names.split(", ") and set(found["refused"].values()) == {why}
+    if case == "an allocation":
+        assert found["methods"][0]["method"] == "cppo" and "grpo" in found["refused"] and "divide" in why
+    else:
+        assert names == "dppo, dppo_auto" and why.startswith("the trace has a reward of -1, and pruning.prompt.score")
+
+
 def test_a_trace_without_trained_tokens_has_no_cost_for_them(still: Path) -> None:
     """Its update seconds over nothing would be some 1e9 seconds a token: the cost is asked for, and taken if given."""
     trace = read_trace(str(still / "trace.jsonl"))
@@ -337,10 +396,10 @@ def test_a_trace_without_outcomes_is_refused(
         assert "trace.jsonl': holds no outcomes" in capsys.readouterr().err
 
 
-def _begin_trace(path: Path, header: dict[str, Any]) -> int:
+def _begin_trace(path: Path, header: dict[str, Any], rewards: Sequence[float] = (1,) * 8) -> int:
     """With one step of one group; returns the bytes of the header."""
     row = {"step": 1, "prompts": [0], "kept": [0], "seconds": dict.fromkeys(("rollout", "update", "other"), 1)}
-    row |= {"rewards": [[1] * 8], "lengths": [[1] * 8], "logit_grad_norm": [[1] * 8]}
+    row |= {"rewards": [rewards], "lengths": [[1] * 8], "logit_grad_norm": [[1] * 8]}
     rewind(path, 1, None, header)
     size = path.stat().st_size
     with path.open("a") as file:

@@ -108,6 +108,19 @@ def test_tensorboard_has_every_step_once(run: Path) -> None:
     assert b"rollout.engine" in configs[0] and b"|seed|3|" in configs[0] and b"|seed|7|" in configs[3]
 
 
+@pytest.mark.slow
+def test_tensorboard_has_the_settings_of_a_resume_before_the_first_line(tmp_path: Path) -> None:
+    """The checkpoint of step 0, whose line waits: there is no step before it."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = Sink("tensorboard", process.TOOLS["tensorboard"]())
+    for message in (_begin(tmp_path, -1), _line(0), EndRun(True)):
+        sink.take(message)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [event.step for event in read.Tensors("config/text_summary")] == [0]
+
+
 @pytest.mark.parametrize(
     ("tool", "folder"),
     [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("trackio", "trackio"), ("mlflow", "mlruns"), ("mlflow", "")],

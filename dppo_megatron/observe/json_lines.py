@@ -191,7 +191,7 @@ def rewind(
     Args:
         sums: CRC-32 of the lines when the checkpoint was written, by step; None: unknown. It lacks `last_step` if that
             line waited for an evaluation: any is then good.
-        header: first line of a trace that lacks its own.
+        header: first line of a trace that lacks its own, or has no step left under it, whose settings may be older.
         max_bytes: largest size of each file in `old/`; 0: unbounded.
 
     Returns:
@@ -213,8 +213,11 @@ def rewind(
     if missing := found.missing(sums):
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         messages.append(f"warning: {path}: the lines of {len(missing)} finished steps are lost ({listed})")
-    parts = [found.kept[step] for step in sorted(found.kept)]
-    first = [] if header is None or _HEADER in found.kept else [_line(header)]
+    first, steps = list[bytes](), sorted(found.kept)
+    if header is not None and (steps == [_HEADER] or _HEADER not in steps):
+        dropped = {"dropped_before": found.dropped_before} if found.dropped_before else {}
+        first, steps = [_line({**header, **dropped})], [step for step in steps if step != _HEADER]
+    parts = [found.kept[step] for step in steps]
     ends = [0, *(end for _, _, end in parts)]
     if first or any(part != (end, part[1], end + part[1] + 1) for end, part in zip(ends, parts, strict=False)):
         with replacing(path, durable=True) as file:

@@ -132,7 +132,8 @@ class Selector:
         self._replayed: deque[Place] = deque()
         """Places at which the next steps begin: those steps were open in the state that was loaded."""
         self._reads_prior, self._early_stop = settings.reads_prior, settings.pruning.early_stop
-        self._in_unit = self._prompt_policy.in_unit(settings.pruning.prompt) or settings.baseline_of_passes
+        self.in_unit = self._prompt_policy.in_unit(settings.pruning.prompt) or settings.baseline_of_passes
+        """Why rewards must be in [0, 1]; empty: they need not be."""
         self._seed, self._longest, self._width = settings.seed, settings.max_completion_tokens, settings.widest_group
         self._delay = settings.async_steps
         """Number of earlier steps that may be open when a step begins, so that it must not depend on them."""
@@ -194,7 +195,7 @@ class Selector:
         requested = was_requested(rollouts, prompts.size)
         rollouts = with_lengths(rollouts.with_unrequested(requested), self._coefficients.mean_length)
         outcome = prompts.prompt_index, rollouts.rewards, rollouts.lengths, rollouts.logit_grad_norm
-        check_outcomes(*outcome, in_unit=self._in_unit)
+        check_outcomes(*outcome, in_unit=self.in_unit)
         groups = self._prompt_policy.keep_groups(rollouts.rewards, step=zero_based)
         minibatch = self._assign(prompts, groups)
         missing = self._missing(rollouts, prompts)

@@ -31,6 +31,9 @@ from dppo_megatron.types import BoolArray, IntArray, PromptFeatures, UserError
 FORMAT = "dppo_megatron trace 1"
 MOST_IN_HEADER = 10_000
 """Prompts: 130 kB. A million would make a first line of 13 MB, parsed and rewritten whenever the trace is full."""
+_OF_OBJECTIVE = ("advantage", "advantage_eps", "normalization", "overlong", "updates_per_step")
+"""Settings of the objective that the selection reads, beside the loss's slope at advantage 0."""
+_GONE = object()  # the value of a setting that only the other line has
 _BYTES_A_TOKEN = 16
 """Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
 
@@ -55,15 +58,20 @@ def changed_since(trace: Path, header: dict[str, Any]) -> dict[str, Any]:
     with open_to_read(trace) as file:
         first = file.readline()
     try:
-        before, now = (
-            flat(asdict(selection_settings(config_from_values(one["config"], str(trace)))) | {"sets": one["set_sizes"]})
-            for one in (msgspec.json.decode(first), header)
-        )
+        before, now = (_read_by_selection(one, str(trace)) for one in (msgspec.json.decode(first), header))
     except (UserError, msgspec.DecodeError, LookupError, TypeError):
         return {}  # of another version, or damaged: `read_trace` refuses it
     now["total_steps"] = before["total_steps"]  # a reader takes it from the last line
-    changed = {name: value for name, value in now.items() if before.get(name) != value}
+    changed = {name: now.get(name) for name in before | now if before.get(name, _GONE) != now.get(name, _GONE)}
     return {"changed": changed} if changed else {}
+
+
+def _read_by_selection(header: dict[str, Any], where: str) -> dict[str, Any]:
+    """What the selection of a run with this first line depends on, by dotted name."""
+    settings = selection_settings(config_from_values(header["config"], where))
+    values = asdict(settings) | {"sets": header["set_sizes"]}
+    values["objective"] = {name: values["objective"][name] for name in _OF_OBJECTIVE}
+    return flat(values) | {"slope at advantage 0": zero_advantage_slope(settings.objective)}
 
 
 def write_features(directory: Path, features: PromptFeatures) -> None:

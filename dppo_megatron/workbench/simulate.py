@@ -31,7 +31,7 @@ from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.selection.coefficients import is_of_method
 from dppo_megatron.steps.rollout_cost import RolloutCost
 from dppo_megatron.texts import aligned
-from dppo_megatron.types import FloatArray, IntArray, UserError
+from dppo_megatron.types import REWARD_ROUNDING, FloatArray, IntArray, UserError
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 
 _MOSTLY_ROLLOUT = 0.9
@@ -234,17 +234,25 @@ def unpruned_lengths(trace: Trace) -> IntArray:
 
 
 def refused(trace: Trace, methods: Iterable[str]) -> dict[str, str]:
-    """Methods that the trace's settings do not allow, each with the reason.
+    """Methods that the trace's settings or rewards do not allow, each with the reason.
 
     Example: with `pruning.completion.rate` = 0.95 and groups of 16, `cppo` would keep no completion; `dppo` would.
     """
-    reasons = {}
+    reasons, rewards = {}, np.concatenate([step.rollouts.rewards.ravel() for step in trace.steps])
+    outside = rewards[(rewards < -REWARD_ROUNDING) | (rewards > 1.0 + REWARD_ROUNDING)]
     for method in methods:
         try:
-            _selector(trace, method)
+            if (why := _selector(trace, method).in_unit) and len(outside):
+                reasons[method] = f"the trace has a reward of {outside[0]:g}, and {why}"
         except UserError as error:
             reasons[method] = str(error)
     return reasons
+
+
+def left_out(refusals: dict[str, str]) -> list[str]:
+    """What `refused` gave, a line for each reason."""
+    names = {why: ", ".join(one for one in refusals if refusals[one] == why) for why in refusals.values()}
+    return [f"{methods}: not with these settings: {why}" for why, methods in names.items()]
 
 
 def _selector(trace: Trace, method: str, capacity: StepCapacity | None = None, order: Order | None = None) -> Selector:

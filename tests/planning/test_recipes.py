@@ -185,17 +185,19 @@ def test_plan_alone_needs_config_json_only(tmp_path: Path, capsys: pytest.Captur
     saving = re.search(r"a stop waits for the step, a due evaluation, and (\d+) s of saving", out)
     assert saving and int(saving[1]) == round(20 * plan["seconds"]["checkpoint"])  # checkpoint.every_steps
     methods = plan["methods"]
+    assert plan["refused"] == {}
     assert methods["dppo"]["step_s"] < methods["grpo"]["step_s"]
     assert methods["dppo"]["label"] == "ratio"  # the token mean's divisor
 
 
+CPPO = {"cppo", "cppo_trl", "cppo_verl"}
 ALLOCATION = ["pruning.completion.method=cppo", "pruning.completion.allocation=true"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "refused"),
+    ("settings", "base", "refused"),
     [
-        (["pruning.completion.rate=0.95"], "cppo: not with these settings: "),
+        (["pruning.completion.rate=0.95"], "grpo", {"cppo"}),
         (
             [
                 *ALLOCATION,
@@ -203,7 +205,8 @@ ALLOCATION = ["pruning.completion.method=cppo", "pruning.completion.allocation=t
                 "rollout.prompts_per_step=48",
                 "objective.updates_per_step=32",
             ],
-            "",
+            "cppo",
+            METHODS.keys() - CPPO,
         ),
         (
             [
@@ -212,18 +215,24 @@ ALLOCATION = ["pruning.completion.method=cppo", "pruning.completion.allocation=t
                 "rollout.prompts_per_step=448",
                 "objective.updates_per_step=4",
             ],
-            "",
+            "grpo",
+            set(),
         ),
     ],
 )
 def test_a_method_of_the_comparison_that_the_settings_do_not_fit_refuses_no_job(
-    settings: list[str], refused: str, capsys: pytest.CaptureFixture[str]
+    settings: list[str], base: str, refused: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a rate of 0.95 and groups of 16 CPPO would keep no completion, and DPPO one. Named, it is refused."""
+    """With a rate of 0.95 and groups of 16 CPPO would keep no completion, and DPPO one. Named, it is refused. With its
+    allocation the others' prompts may not divide into updates, GRPO's neither: the table then names its base."""
     line = ["plan", "h100/qwen3_8b_8gpus_dppo", *settings]
     assert main(line) == 0
-    assert refused in capsys.readouterr().out
-    if refused:
+    out = capsys.readouterr().out
+    told = re.findall(r"^  (.+): not with these settings: .", out, re.MULTILINE)
+    assert {name for names in told for name in names.split(", ")} == refused
+    assert re.findall(r"^  (\w+) .* s a step, 1\.00x", out, re.MULTILINE)[0] == base
+    assert ("; speed-ups over cppo:" in out) == (base == "cppo")
+    if base == "grpo" and refused:
         assert main([*line, "--methods", "grpo,cppo"]) == 2
         assert "method=cppo would keep none of 16 completions" in capsys.readouterr().err
 

@@ -144,7 +144,7 @@ class TensorBoard:
         next_step = 0 if begin.resumed_step is None else begin.resumed_step + 1
         self._writer = SummaryWriter(folder, purge_step=next_step)
         rows = [[key, value] for key, value in sorted(begin.config.items())]  # a resume may have changed some
-        self._writer.add_text("config", _markdown(["setting", "value"], rows), begin.resumed_step or 0, 0.0)
+        self._writer.add_text("config", _markdown(["setting", "value"], rows), max(begin.resumed_step or 0, 0), 0.0)
         return next_step - 1
 
     def step(self, line: StepLine) -> None:

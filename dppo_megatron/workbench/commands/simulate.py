@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
         from dppo_megatron.workbench.compare.arms import read_method_run
         from dppo_megatron.workbench.compare.verdict import pair_noise
         from dppo_megatron.workbench.runs.trace import read_trace
-        from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, refused, simulate, table
+        from dppo_megatron.workbench.simulate import as_json, capacity_of, fit_costs, left_out, refused, simulate, table
     methods = parse_methods(_METHODS if arguments.methods is None else arguments.methods)
     check_numbers(arguments, rollout_cost="[0, 1e9]", update_cost="[0, 1e9]", knee="(0, 1e6]")
     for probe in arguments.roulette or ():
@@ -62,13 +62,13 @@ def execute(arguments: argparse.Namespace) -> int:
         values = roulette.roulette_json(gains, costs, arguments.knee)
     else:
         if arguments.methods is None:
-            refusals = refused(trace, methods[1:])
-        methods = [one for one in methods if one not in refusals]
+            refusals = refused(trace, methods)
+        methods = [one for one in methods if one not in refusals] or methods  # of none left, the first says why
         predictions, noise = [simulate(trace, method, costs, capacity_of(trace)) for method in methods], None
         with suppress(UserError):  # a trace without its run, or a run that is not finished or was not evaluated
             noise = pair_noise(read_method_run(methods[0], trace.config.seed, Path(arguments.trace).parent))
-        text, values = table(predictions, costs, noise), as_json(predictions, costs, noise)
-    show(*text.splitlines(), *(f"{method}: not with these settings: {why}" for method, why in refusals.items()))
+        text, values = table(predictions, costs, noise), as_json(predictions, costs, noise) | {"refused": refusals}
+    show(*text.splitlines(), *left_out(refusals))
     if arguments.json is not None:
         write_json(arguments.json, values)
     return 0

@@ -36,6 +36,7 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 from dppo_megatron.workbench.simulate import (
     Prediction,
     StepTimeModel,
+    left_out,
     like_for_like,
     refused,
     simulate,
@@ -90,6 +91,7 @@ class Plan:
             "seconds": None if timing is None else timing.seconds | {"step": timing.step_s},
             "skipping_saves": None if timing is None else _saved(timing),
             "methods": {p.method: {"step_s": p.step_s, "label": p.label} for p in self.predictions},
+            "refused": self.refused,
         }
 
 
@@ -192,6 +194,7 @@ def lines(plan: Plan, name: str) -> list[str]:
         *_memory(plan),
         *_seconds(plan),
         *_savings(plan),
+        *(f"  {line}" for line in left_out(plan.refused)),
         *_assumed(plan),
         *(f"does not fit: {problem}" for problem in plan.problems),
     ]
@@ -254,13 +257,12 @@ def _savings(plan: Plan) -> Iterator[str]:
     if not plan.predictions:
         return
     source = "the trace" if plan.has_trace else "made-up outcomes (docs/plan.md); --trace takes those of a run"
-    yield f"pruning, from {source}:"
     base = plan.predictions[0]
+    yield f"pruning, from {source}{'' if base.method == 'grpo' else f'; speed-ups over {base.method}'}:"
     for one in plan.predictions:
         alike = like_for_like(one, base)
         between = "" if alike is None else f", {alike[0]:.2f}-{alike[1]:.2f}x to the same result"
         yield f"  {one.method:<17} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
-    yield from (f"  {method}: not with these settings: {why}" for method, why in plan.refused.items())
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

@@ -78,9 +78,10 @@ def read_trace(path: str) -> Trace:
             row = decoded(line, _TraceLine, f"{path}:{number}")
             if row.changed:
                 now = ", ".join(f"{name} = {value}" for name, value in row.changed.items())
+                left = "but a copy that ends before this line can" if steps else "and no earlier step is left"
                 raise UserError(
                     f"{path}:{number}: step {row.step} was made after a resume with other settings than the first line"
-                    f" has: {now}; they cannot be replayed together, but a copy that ends before this line can"
+                    f" has: {now}; they cannot be replayed together, {left}"
                 )
             try:
                 steps.append(_step(row, head.num_prompts, group_size, steps[-1].step if steps else 0))

@@ -68,8 +68,8 @@ function evaluationChanges(run) {
   return evaluated(PASS_AT_1, [run]).map(([set, key]) => {
     const values = recorded(run, key);
     const error = recorded(run, `${key}_se`).at(-1);
-    const first = added[set] ? `${percent(before[set])} (step ${added[set]})` : percent(values[0]);
-    const start = added[set] || values.length > 1 ? `${first} → ` : "";
+    const first = set in added ? `${percent(before[set])} (step ${added[set]})` : percent(values[0]);
+    const start = set in added || values.length > 1 ? `${first} → ` : "";
     const change = `${set} ${start}${percent(values.at(-1))}`;
     return make("div", {}, change, error !== undefined && span("dim", ` ± ${(100 * error).toFixed(1)}`));
   });
