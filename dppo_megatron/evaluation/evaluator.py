@@ -151,8 +151,9 @@ def eval_sets(job: Job) -> list[EvalSet]:
 
 
 def measured_as(job: Job) -> dict[str, str]:
-    """By set, what its scores depend on besides the weights: if that changes, scores cannot be compared. The number of
-    samples is left out, as the expected scores do not depend on it."""
+    """By set, its problems, sampling and graders' names: if one changes, scores cannot be compared. The graders' code,
+    quantization and the fields of rows that graders read are left out, and the number of samples, as the expected
+    scores do not depend on it."""
     found, graders = {}, SetGraders(job.grade)
     for name, one in eval_set_configs(job.config).items():
         reward = job.grade.rewards[graders.key_of(name)]
@@ -267,6 +268,14 @@ def _equal(answer: str, other: str) -> bool:
     return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
 
 
+def _normalized(answer: str) -> str:
+    if _INTEGER.fullmatch(answer):
+        return str(int(answer))
+    from dppo_megatron.rewards.math.grader import one_spelling
+
+    return one_spelling(answer) or answer
+
+
 def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
     """The spelling under which to count each vote: for equal answers to a problem, their most frequent spelling.
 
@@ -283,14 +292,15 @@ def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _
     common: dict[Vote, str] = {}
     comparisons_left = _MOST_COMPARISONS
     for problem, by_spelling in counts.items():
-        distinct: list[str] = []
+        distinct, known = list[str](), dict[str, str]()
         for spelling, _ in sorted(by_spelling.items(), key=lambda item: (-item[1], item[0])):
-            if comparisons_left < len(distinct):
-                return common
-            comparisons_left -= len(distinct)
-            first = next((one for one in distinct if same(spelling, one)), spelling)
-            distinct += [first] if first == spelling else []
-            common[problem, spelling] = first
+            form = _normalized(spelling)  # spellings that differ by spaces alone take no comparison
+            if form not in known:
+                compared = distinct if len(distinct) <= comparisons_left else []
+                comparisons_left -= len(compared)
+                known[form] = next((one for one in compared if same(spelling, one)), spelling)
+                distinct += [spelling] if known[form] == spelling else []
+            common[problem, spelling] = known[form]
     return common
 
 

@@ -111,9 +111,14 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
         return None, str(error)
 
 
+def one_spelling(text: str) -> str:
+    """An answer cleaned and without spaces that mean nothing: two answers for which it is the same are equal."""
+    return _GAP.sub("", _cleaned(text))
+
+
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
-    spelled = _GAP.sub("", other)
+    spelled = one_spelling(text)
     if spelled and spelled in (_GAP.sub("", reference), _GAP.sub("", _STATED.sub(r"\1", reference))):
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
