@@ -37,6 +37,8 @@ Key: TypeAlias = tuple[str, int, int]
 _SETTINGS = "settings"
 """Key in the first line of the unfinished file: `reward` and `sets` in full, as in results.json. They are not compared
 on resume, because settings such as the graders' limits may change."""
+_ADDED = ("quantization", "server_args")
+"""Fields that the evaluations of earlier versions do not have."""
 _FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -63,16 +65,17 @@ class EvalSample:
     reward: _Finite | None = None
     """null: grading failed."""
     correct: bool | None = None
-    """Whether reward >= reward.correct_from; null: grading failed."""
+    """Whether the reward, or the first of several, is >= reward.correct_from; null: grading failed, or the first did
+    not judge."""
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
-    """The answer that maj@k counts: `extracted` in a form that is the same for equal wrong answers."""
+    """The answer that maj@k counts: `extracted`; in samples.jsonl, equal wrong answers have one spelling."""
     unparsed: bool | None = None
     """Whether no final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
-    """Why grading failed; empty if it did not."""
+    """Why there is no `correct`; empty if there is."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The problem's row, for graders that read it."""
     level: _Finite | None = None
@@ -339,7 +342,8 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what `head` is too old to have."""
+    about = {name: value for name, value in about.items() if name in head or name not in _ADDED}
     before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3]]
