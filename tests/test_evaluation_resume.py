@@ -356,6 +356,6 @@ def test_comparisons_of_votes_end() -> None:
     found = common_spellings(votes, lambda answer, other: bool(asked.append(answer)))
     assert 19_000 < len(asked) <= 20_000
     assert all(found.get(vote, vote[1]) == vote[1] for vote in votes)
-    votes += [(999, spelling) for spelling in ("(1, 2)", "(1,2)", "(1,2)", "1 1/2", "11/2")]
+    votes += [(999, spelling) for spelling in ("(1, 2)", "(1,2)", "(1,2)", "1 1/2", "11/2", f"0.({'3' * 5000})")]
     found = common_spellings(votes, lambda answer, other: False)
-    assert [found[vote] for vote in votes[-5:]] == ["(1,2)"] * 3 + ["1 1/2", "11/2"]
+    assert [found[vote] for vote in votes[-6:-1]] == ["(1,2)"] * 3 + ["1 1/2", "11/2"]

@@ -124,12 +124,12 @@ def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
     return {**row.values, **missing} if missing else row.values
 
 
-def row_as_read(prompt: Prompt, settings: ResolvedSet) -> Mapping[str, Any]:
-    """The row without what `row_for_graders` added."""
-    read_from = {"problem": settings.problem_field, "source": settings.source_field, "tolerance": "error"}
-    known = {"problem": prompt.problem, "source": prompt.source, "tolerance": prompt.row.get("error")}
-    added = {name for name in known if read_from[name] != name and prompt.row.get(name) == known[name]}
-    return {name: value for name, value in prompt.row.items() if name not in added}
+def as_read(prompt: Prompt, settings: ResolvedSet) -> tuple[str, str, Mapping[str, Any]]:
+    """Text, answer, and the row without what `row_for_graders` added."""
+    added = {"problem": prompt.problem, "source": prompt.source, "tolerance": prompt.row.get("error")}
+    added = {name: one for name, one in added.items() if name not in (settings.problem_field, settings.source_field)}
+    row = {name: one for name, one in prompt.row.items() if (name, one) not in added.items()}
+    return prompt.text, prompt.answer, row
 
 
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
@@ -328,8 +328,7 @@ def last_item(value: Any) -> str:
 def every_item(value: Any) -> str:
     """All of `items_of` but nulls: "2, 3" of '["2", "3"]'. The text [1, 2] may be an interval, and stays."""
     items = [item for item in items_of(value) if item is not None]
-    is_list = not isinstance(value, str) or all(isinstance(item, str) for item in items)
-    return as_is(items if is_list else value)
+    return as_is(items if not isinstance(value, str) or all(isinstance(item, str) for item in items) else value)
 
 
 ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {

@@ -37,8 +37,6 @@ Key: TypeAlias = tuple[str, int, int]
 _SETTINGS = "settings"
 """Key in the first line of the unfinished file: `reward` and `sets` in full, as in results.json. They are not compared
 on resume, because settings such as the graders' limits may change."""
-_ADDED = ("quantization", "server_args")
-"""Fields that the evaluations of earlier versions do not have."""
 _FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -65,8 +63,7 @@ class EvalSample:
     reward: _Finite | None = None
     """null: grading failed."""
     correct: bool | None = None
-    """Whether the reward, or the first of several, is >= reward.correct_from; null: grading failed, or the first did
-    not judge."""
+    """Whether the reward, of several the first, is >= reward.correct_from; null: grading failed, or did not judge."""
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
@@ -342,8 +339,8 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what `head` is too old to have."""
-    about = {name: value for name, value in about.items() if name in head or name not in _ADDED}
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what versions before lack."""
+    about = {name: one for name, one in about.items() if name in head or name not in ("quantization", "server_args")}
     before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3]]

@@ -268,14 +268,6 @@ def _equal(answer: str, other: str) -> bool:
     return grade_math_boxed(f"\\boxed{{{answer}}}", other, {}).reward == 1.0
 
 
-def _normalized(answer: str) -> str:
-    if _INTEGER.fullmatch(answer):
-        return str(int(answer))
-    from dppo_megatron.rewards.math.grader import one_spelling
-
-    return one_spelling(answer) or answer
-
-
 def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _equal) -> Mapping[Vote, str]:
     """The spelling under which to count each vote: for equal answers to a problem, their most frequent spelling.
 
@@ -286,6 +278,8 @@ def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _
     Example:
         common_spellings([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
     """
+    from dppo_megatron.rewards.math.grader import one_spelling  # takes 0.06 s
+
     counts: dict[int, Counter[str]] = {}
     for problem, spelling in votes:
         counts.setdefault(problem, Counter())[spelling] += 1
@@ -294,7 +288,7 @@ def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _
     for problem, by_spelling in counts.items():
         distinct, known = list[str](), dict[str, str]()
         for spelling, _ in sorted(by_spelling.items(), key=lambda item: (-item[1], item[0])):
-            form = _normalized(spelling)  # spellings that differ by spaces alone take no comparison
+            form = one_spelling(spelling)  # spellings that differ by spaces alone take no comparison
             if form not in known:
                 compared = distinct if len(distinct) <= comparisons_left else []
                 comparisons_left -= len(compared)

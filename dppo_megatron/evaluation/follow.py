@@ -64,8 +64,9 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
             with progress(f"waiting for the next checkpoint of {directory}"):
                 while (state := status()) == "running" and not follower.left():
                     time.sleep(_POLL_S)
-    if unread := follower.unread():
-        show(f"{', '.join(unread)}: cannot be read, or not of this run, so no evaluation")
+    undone = [path.name for _, path in named(directory / "checkpoints") if not (out / path.name / RESULTS).is_file()]
+    if undone:
+        show(f"{', '.join(undone)}: cannot be read, or not of this run, so no evaluation")
     again = "" if state == "finished" else "; the same command goes on when the run does"
     return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
 
@@ -114,10 +115,6 @@ class _Follower:
     def left(self) -> list[tuple[int, Path]]:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
         return [(step, path) for step, path in named(self._root) if not self._is_done(step) and self._is_complete(path)]
-
-    def unread(self) -> list[str]:
-        """Names of the checkpoints that are there when nothing is left to evaluate."""
-        return [path.name for step, path in named(self._root) if not self._is_done(step)]
 
     def _is_complete(self, path: Path) -> bool:
         try:

@@ -19,7 +19,7 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import row_as_read
+from dppo_megatron.data.fields import as_read
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
     FORMAT,
@@ -154,9 +154,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "reward": deciding(asdict(config.reward)),
         "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
-            name: sha256(
-                repr([(one.text, one.answer, row_as_read(one, sets[name])) for one in prompts]).encode()
-            ).hexdigest()
+            name: sha256(repr([as_read(one, sets[name]) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
         },
     }

@@ -103,8 +103,7 @@ def check_references(
     of_all = f"{known:,} of its {len(prompts):,}" if known < len(prompts) else f"its {known:,}"
     line = f"{name}: of {of_all} references the grader takes {_percent(right, known)} for right when given as an answer"
     if undecided:
-        are = "is" if len(undecided) == 1 else "are"
-        line += f"; {len(undecided):,} {are} not judged by the first function, which decides what is correct"
+        line += f"; the first function, which decides what is correct, does not judge {len(undecided):,}"
     if known and right >= reward.min_self_consistency * known:
         return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong, undecided))])
     rows = [

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.resolved_sets import ResolvedEvalSet, ResolvedSet, ResolvedTrainSet, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import get_field, parse_level, row_as_read
+from dppo_megatron.data.fields import as_read, get_field, parse_level
 from dppo_megatron.data.sets import ProblemSet, load_set
 from dppo_megatron.rewards.math.grader import grade_math
 from dppo_megatron.types import UserError
@@ -308,9 +308,9 @@ def test_graders_know_a_row_by_whatever_names_it_has(tmp_path: Path) -> None:
     assert not found.notes and [one.answer for one in found.prompts] == ["1.414", "3, 4", who, "4.5e33"]
     for one in found.prompts:
         assert grade_math(f"\\boxed{{{one.row['said']}}}", one.answer, one.row).reward == 1.0, one
-    assert [row_as_read(one, resolved(path, **own)) for one in found.prompts] == rows[::-1]
+    assert [as_read(one, resolved(path, **own))[2] for one in found.prompts] == rows[::-1]
     named = load(path, **own | {"source_field": "source"}, answer_from="all").prompts
-    assert row_as_read(named[2], resolved(path, **own | {"source_field": "source"})) == rows[1]
+    assert as_read(named[2], resolved(path, **own | {"source_field": "source"}))[2] == rows[1]
     assert found.prompts[2].row["source"] == "own" and "source" not in found.prompts[1].row
     assert "1 rows have several answers, of which answer_from=last" in load(path, **own, answer_from="last").notes[0]
 

@@ -313,8 +313,7 @@ def _folded(text: str) -> str:
     text = _HYPHEN.sub(" ", _RUN.sub(lambda run: run.group().replace("-", " "), text))
     words = [word for word in text.split() if word not in _ARTICLES]
     if MONTHS & set(words):  # 12th of May
-        words = [re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words]
-        words = sorted(word for word in words if word not in ("of", "on", "st", "nd", "rd", "th"))
+        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 

@@ -175,12 +175,10 @@ def _read_sets(text: str, depth: int) -> Answer | None:
         found = read_answer(sets[0], depth + 1)
         rows = [item for item in found.items if isinstance(item, AnswerList)] if isinstance(found, AnswerList) else []
         bare = re.sub(r"\s", "", name)
-        if rows and bare.startswith("(") and _NAME.fullmatch(bare):  # (x, y) in a set of points
-            letters = bare[1:-1].split(",")
-            if len({len(letters), len(set(letters)), *(len(row.items) for row in rows)}) > 1:
-                raise Unreadable("names that are not those of the coordinates")
+        letters = bare[1:-1].split(",") if bare.startswith("(") and _NAME.fullmatch(bare) else []
+        if rows and {len(row.items) for row in rows} == {len(letters), len(set(letters))}:  # (x, y) in a set of points
             return answers.Named(bare, found)
-        parse(name)  # raises for x \\not
+        parse(name)  # raises for x \\not, and for other names of coordinates
         name = bare
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
