@@ -339,7 +339,7 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what versions before lack."""
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what earlier versions lack."""
     about = {name: one for name, one in about.items() if name in head or name not in ("quantization", "server_args")}
     before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
