@@ -145,6 +145,8 @@ CASES = [
     case("Type-2", ["Type 2", r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
     case("Team A-3", [r"\text{Team A 3}"], ["Team A 4"]),
     case(r"\text{3-4-5 triangle}", ["3 4 5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
+    case(r"\text{slope is pi}", [], [r"\text{slope is - pi}", r"\text{slope is -pi}"]),
+    case(r"\text{between 2 and 3}", [], ["between 2 and-3", "between 2 and -3"]),
     case("self - inverse", ["self-inverse", r"\text{self-inverse}"], ["inverse"]),
     case("152A_{11}", right=["152A_{11}", "152a_{11}"], wrong=["152_{11}", "152B_{12}"]),
     case(

@@ -20,8 +20,8 @@ from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
 _HYPHEN = regex(
-    r"(?<=\w)-(?! ?\d)|(?<=[a-z])(?<!most|than|east)(?<! is| to| by)-(?=\d)"  # non-negative, Type-2; not at most-3
-    r"|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{2})(?!inf)|(?<=[a-z]) - (?=[a-z])(?!inf)"  # $x$-axis, self - inverse
+    r"(?<=\w)-(?! ?\d)|(?<=[a-z])(?<!most|than|east|uals|bout| and)(?<! is| to| by)-(?=\d)"  # Type-2; not at most-3
+    r"|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)|(?<=[a-z]{2}) - (?=[a-z]{3})(?!inf)"  # $x$-axis, self - inverse
 )
 _RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6
