@@ -118,12 +118,13 @@ def test_each_checkpoint_is_evaluated_beside_the_run(followed: tuple[Path, str],
 def test_what_is_gone_is_reported_and_what_differs_refused(
     followed: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint of step 2 is removed while it is read, of a run of an older version. Then other settings, another
-    run, no checkpoints."""
+    """The checkpoint of step 2 is removed while it is read, of a run of an older version; another stays unreadable.
+    Then other settings, another run, no checkpoints."""
     run_dir = Path(shutil.copytree(followed[0], tmp_path / "run", symlinks=True))
     of_older = yaml.safe_load((run_dir / "config.yaml").read_text())
     of_older["observe"]["tracking"]["sample_rows"] = 32  # a setting that is gone
     (run_dir / "config.yaml").write_text(yaml.safe_dump(of_older))
+    (run_dir / "checkpoints" / "step_000006").mkdir()
     evaluate = follow_module.evaluate
 
     def evaluate_and_remove(used: Any, job: Any, *more: Any) -> Any:
@@ -136,6 +137,7 @@ def test_what_is_gone_is_reported_and_what_differs_refused(
     assert main(["eval", "--follow", str(run_dir), *SETTINGS, "--out", str(out), "--limit", "3"]) == 0
     said = capsys.readouterr().out
     assert "step 2: no checkpoint any more, so no evaluation" in said and "1 of its checkpoints" in said
+    assert "step_000006: cannot be read, or not of this run, so no evaluation" in said
     assert [path.parent.name for path in out.glob("*/results.json")] == ["step_000004"]
 
     def refused(*words: str) -> str:

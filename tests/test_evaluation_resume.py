@@ -177,6 +177,10 @@ def test_a_set_by_another_setting_is_the_same_set(tmp_path: Path) -> None:
         again = UnfinishedSamples(tmp_path, now)
         assert len(again.samples) == 1
         again.close()
+    later = about | {"quantization": "off", "server_args": ["--x"]}  # which that version did not write
+    UnfinishedSamples(tmp_path, later).close()
+    with pytest.raises(UserError, match=r"\(dtype: None, now 'bfloat16'\)"):
+        UnfinishedSamples(tmp_path, later | {"dtype": "bfloat16"})
     about["sets"]["x.y"]["template"]["chat_template_kwargs"]["key"] = 2
     with pytest.raises(UserError, match=r"sets.x.y.template.chat_template_kwargs.key: 1, now 2\)"):
         UnfinishedSamples(tmp_path, about)
@@ -345,9 +349,13 @@ def test_a_vote_says_what_its_answer_says() -> None:
 
 
 def test_comparisons_of_votes_end() -> None:
-    """64 answers that all differ, of each of 1,000 problems, as text beyond the bound; every one keeps its own vote."""
+    """64 answers that all differ, of each of 1,000 problems, as text beyond the bound; every one keeps its own vote.
+    But two of them that differ by their spaces alone are one vote there too."""
     asked = []
     votes = [(problem, f"a_{{{one}}}") for problem in range(1000) for one in range(64)]
     found = common_spellings(votes, lambda answer, other: bool(asked.append(answer)))
     assert 19_000 < len(asked) <= 20_000
     assert all(found.get(vote, vote[1]) == vote[1] for vote in votes)
+    votes += [(999, spelling) for spelling in ("(1, 2)", "(1,2)", "(1,2)", "1 1/2", "11/2", f"0.({'3' * 5000})")]
+    found = common_spellings(votes, lambda answer, other: False)
+    assert [found[vote] for vote in votes[-6:-1]] == ["(1,2)"] * 3 + ["1 1/2", "11/2"]

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
 from dppo_megatron.data.rows import JsonFloat, Row, listed
-from dppo_megatron.types import UserError
+from dppo_megatron.types import Prompt, UserError
 
 Messages: TypeAlias = list[dict[str, str]]
 """Chat turns, each with `role` and `content`."""
@@ -122,6 +122,14 @@ def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
     known = {"problem": problem, "source": source, "tolerance": tolerance}
     missing = {name: value for name, value in known.items() if value and name not in row.values}
     return {**row.values, **missing} if missing else row.values
+
+
+def as_read(prompt: Prompt, settings: ResolvedSet) -> tuple[str, str, Mapping[str, Any]]:
+    """Text, answer, and the row without what `row_for_graders` added."""
+    added = {"problem": prompt.problem, "source": prompt.source, "tolerance": prompt.row.get("error")}
+    added = {name: one for name, one in added.items() if name not in (settings.problem_field, settings.source_field)}
+    row = {name: one for name, one in prompt.row.items() if (name, one) not in added.items()}
+    return prompt.text, prompt.answer, row
 
 
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
@@ -317,10 +325,16 @@ def last_item(value: Any) -> str:
     return as_is(items_of(value)[-1])
 
 
+def every_item(value: Any) -> str:
+    """All of `items_of` but nulls: "2, 3" of '["2", "3"]'. The text [1, 2] may be an interval, and stays."""
+    items = [item for item in items_of(value) if item is not None]
+    return as_is(items if not isinstance(value, str) or all(isinstance(item, str) for item in items) else value)
+
+
 ANSWER_RULES: Mapping[str, Callable[[Any], str]] = {
     "boxed": last_boxed,
     "last": last_item,
-    "all": as_is,
+    "all": every_item,
     "hashes": after_hashes,
 }
 """By `answer_from`; each returns "" for a value without such an answer."""

@@ -63,16 +63,16 @@ class EvalSample:
     reward: _Finite | None = None
     """null: grading failed."""
     correct: bool | None = None
-    """Whether reward >= reward.correct_from; null: grading failed."""
+    """Whether the reward, of several the first, is >= reward.correct_from; null: grading failed, or did not judge."""
     extracted: str | None = None
     """The final answer that the grader found; null: none, or not reported."""
     vote: str | None = None
-    """The answer that maj@k counts: `extracted` in a form that is the same for equal wrong answers."""
+    """The answer that maj@k counts: `extracted`; in samples.jsonl, equal wrong answers have one spelling."""
     unparsed: bool | None = None
     """Whether no final answer could be read; null: not reported, or grading failed."""
     why: str = ""
     failure: str = ""
-    """Why grading failed; empty if it did not."""
+    """Why there is no `correct`; empty if there is."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """The problem's row, for graders that read it."""
     level: _Finite | None = None
@@ -339,7 +339,8 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what earlier versions lack."""
+    about = {name: one for name, one in about.items() if name in head or name not in ("quantization", "server_args")}
     before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3]]

@@ -27,7 +27,7 @@ class SampleOutcome:
     problem: int
     """Index of the problem in its set."""
     correct: bool | None
-    """None: grading failed."""
+    """None: grading failed, or the first of several rewards did not judge."""
     vote: str | None
     """The answer that it votes for in maj@k (see `evaluator.py`); None: it gave no answer, and abstains."""
     truncated: bool
@@ -66,7 +66,7 @@ class EvalScores:
     truncated_share: float | None
     unparsed_share: float | None
     failed: int
-    """Samples whose grading failed; they also count in truncated_share and completion_tokens_mean, and nowhere else."""
+    """Samples without a `correct`; they also count in truncated_share and completion_tokens_mean, and nowhere else."""
     completion_tokens_mean: float | None
     by_problem: tuple[float | None, ...] = ()
     """Share of correct samples of each problem, in the order of the set; None where every grading failed."""

@@ -151,8 +151,9 @@ def eval_sets(job: Job) -> list[EvalSet]:
 
 
 def measured_as(job: Job) -> dict[str, str]:
-    """By set, what its scores depend on besides the weights: if that changes, scores cannot be compared. The number of
-    samples is left out, as the expected scores do not depend on it."""
+    """By set, its problems, sampling and graders' names: if one changes, scores cannot be compared. The graders' code,
+    quantization and the fields of rows that graders read are left out, and the number of samples, as the expected
+    scores do not depend on it."""
     found, graders = {}, SetGraders(job.grade)
     for name, one in eval_set_configs(job.config).items():
         reward = job.grade.rewards[graders.key_of(name)]
@@ -277,20 +278,23 @@ def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _
     Example:
         common_spellings([(7, "0.5"), (7, "1/2"), (7, "1/2"), (7, "3")])[7, "0.5"] == "1/2"
     """
+    from dppo_megatron.rewards.math.grader import one_spelling  # takes 0.06 s
+
     counts: dict[int, Counter[str]] = {}
     for problem, spelling in votes:
         counts.setdefault(problem, Counter())[spelling] += 1
     common: dict[Vote, str] = {}
     comparisons_left = _MOST_COMPARISONS
     for problem, by_spelling in counts.items():
-        distinct: list[str] = []
+        distinct, known = list[str](), dict[str, str]()
         for spelling, _ in sorted(by_spelling.items(), key=lambda item: (-item[1], item[0])):
-            if comparisons_left < len(distinct):
-                return common
-            comparisons_left -= len(distinct)
-            first = next((one for one in distinct if same(spelling, one)), spelling)
-            distinct += [first] if first == spelling else []
-            common[problem, spelling] = first
+            form = one_spelling(spelling)  # spellings that differ by spaces alone take no comparison
+            if form not in known:
+                compared = distinct if len(distinct) <= comparisons_left else []
+                comparisons_left -= len(compared)
+                known[form] = next((one for one in compared if same(spelling, one)), spelling)
+                distinct += [spelling] if known[form] == spelling else []
+            common[problem, spelling] = known[form]
     return common
 
 

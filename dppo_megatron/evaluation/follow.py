@@ -64,6 +64,9 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
             with progress(f"waiting for the next checkpoint of {directory}"):
                 while (state := status()) == "running" and not follower.left():
                     time.sleep(_POLL_S)
+    undone = [path.name for _, path in named(directory / "checkpoints") if not (out / path.name / RESULTS).is_file()]
+    if undone:
+        show(f"{', '.join(undone)}: cannot be read, or not of this run, so no evaluation")
     again = "" if state == "finished" else "; the same command goes on when the run does"
     return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
 

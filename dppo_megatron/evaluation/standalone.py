@@ -19,6 +19,7 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.schema import Config
+from dppo_megatron.data.fields import as_read
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
     FORMAT,
@@ -138,6 +139,7 @@ def evaluate(shared: EngineAndGraders, job: Job, out: Path, more: Mapping[str, A
 def about(job: Job, out: Path) -> dict[str, Any]:
     """Everything that decides the samples of an evaluation and their grades, as JSON."""
     config, model = job.config, Path(job.config.model.hf_path).resolve()
+    sets = eval_set_configs(config)
     files = sorted(path for path in model.rglob("*") if path.is_file() and out.resolve() not in path.parents)
     states = [(str(path.relative_to(model)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {
@@ -152,7 +154,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "reward": deciding(asdict(config.reward)),
         "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
-            name: sha256(repr([(one.text, one.answer, one.row) for one in prompts]).encode()).hexdigest()
+            name: sha256(repr([as_read(one, sets[name]) for one in prompts]).encode()).hexdigest()
             for name, prompts in job.eval_prompts.items()
         },
     }

@@ -78,7 +78,7 @@ def check_references(
         key: the section of `reward`, for messages.
 
     Raises:
-        UserError: the share is below `reward.min_self_consistency`.
+        UserError: the share is below `reward.min_self_consistency`, or none was judged.
     """
     if not reward.min_self_consistency or not prompts:
         return ""
@@ -103,8 +103,8 @@ def check_references(
     of_all = f"{known:,} of its {len(prompts):,}" if known < len(prompts) else f"its {known:,}"
     line = f"{name}: of {of_all} references the grader takes {_percent(right, known)} for right when given as an answer"
     if undecided:
-        line += f"; {len(undecided):,} others are not judged by the first function, which decides what is correct"
-    if right >= reward.min_self_consistency * known:
+        line += f"; the first function, which decides what is correct, does not judge {len(undecided):,}"
+    if known and right >= reward.min_self_consistency * known:
         return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong, undecided))])
     rows = [
         f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"

@@ -115,6 +115,10 @@ def test_answers_from_solutions_and_lists(tmp_path: Path) -> None:
     lists: list[Any] = [["1", "2"], '["3"]', "[1, 2)", 5]
     path = _file(tmp_path / "b.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(lists)])
     assert [one.answer for one in load(path, answer_from="last").prompts] == ["2", "3", "[1, 2)", "5"]
+    lists += [["4", None], '["5", "6"]', "[1, 2]", "[null]", [None]]
+    path = _file(tmp_path / "all.jsonl", [{"problem": f"p{i}", "answer": value} for i, value in enumerate(lists)])
+    every = ["1, 2", "3", "[1, 2)", "5", "4", "5, 6", "[1, 2]"]
+    assert [one.answer for one in load(path, answer_from="all").prompts] == every
     path = _file(tmp_path / "c.jsonl", [{"problem": "p", "answer": "3 + 4 = 7\n#### 1,007"}])
     assert [one.answer for one in load(path, answer_from="hashes").prompts] == ["1007"]
 

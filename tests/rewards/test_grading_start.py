@@ -147,7 +147,8 @@ def test_the_first_of_several_rewards_decides() -> None:
 
 
 def test_references_that_the_first_does_not_judge_are_counted_apart() -> None:
-    """They are neither right nor wrong, whatever a later function says."""
+    """They are neither right nor wrong, whatever a later function says. If the first judges none of them,
+    nothing could be correct."""
     functions = {
         "right": RewardFunctionConfig("odd_graders:trl_chat"),
         "length": RewardFunctionConfig("odd_graders:length"),
@@ -155,10 +156,12 @@ def test_references_that_the_first_does_not_judge_are_counted_apart() -> None:
     reward = RewardConfig(functions=functions)
     with grader_of(reward) as grader:
         said = check_references(grader, reward, "train", prompts_of(["1", "?", "2"]))
-        nothing = check_references(grader, reward, "train", prompts_of(["?"]))
+        with pytest.raises(UserError, match=r"of 0 of its 1 references .*, does not judge 1, fewer"):
+            check_references(grader, reward, "train", prompts_of(["?"]))
+        reward.min_self_consistency = 0
+        assert check_references(grader, reward, "train", prompts_of(["?"])) == ""
     assert said.startswith("train: of 2 of its 3 references the grader takes 100 % for right")
-    assert said.endswith("; 1 others are not judged by the first function, which decides what is correct")
-    assert "of 0 of its 1 references the grader takes 0 % for right" in nothing
+    assert said.endswith("; the first function, which decides what is correct, does not judge 1")
 
 
 def test_a_grader_of_a_set_is_called_by_its_own_setting() -> None:

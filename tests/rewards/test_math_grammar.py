@@ -5,6 +5,19 @@ from __future__ import annotations
 import pytest
 from support.math_cases import Case, case, check
 
+DATES = [
+    r"\text{July 4, 1776}",
+    "July 4, 1776",
+    "July 4th, 1776",
+    "July 4 1776",
+    r"\text{July }4, 1776",
+    r"\text{July 4}, 1776",
+    r"\text{July}\ 4,\ 1776",
+    r"\text{July }4^{\text{th}}, 1776",
+    r"\text{4 July, 1776}",
+    r"\text{4th of July 1776}",
+    "4 July 1776",
+]
 CASES = [
     case(
         r"(-\infty,-1)\cup(1,\infty)",
@@ -144,8 +157,8 @@ CASES = [
     ),
     case("ABC", [r"\triangle ABC"], ["ABD"]),
     case(r"\triangle ABC", ["ABC"], ["ABD"]),
-    case(r"\text{July 4, 1776}", ["4 July 1776", "July 4 1776", r"\text{4th of July 1776}"], ["July 4, 1777", "1776"]),
-    case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}"], ["May 13"]),
+    *(case(date, DATES, ["July 4, 1777", "July 5, 1776", "July, 1776", "July 4", "1776"]) for date in DATES),
+    case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}", r"12\text{th of May}"], ["May 13"]),
     # a parameter is one number in a whole tuple or interval; whole numbers where that is said
     case(
         r"[2k\pi, 2k\pi+\pi]",

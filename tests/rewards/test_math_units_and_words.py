@@ -130,12 +130,24 @@ CASES = [
         wrong=["4210", "1477", "4210_8", "4211_7", "4210_{10}", "-4210_7"],
     ),
     case("-17_8", ["(-17)_8", "-017_{8}"], ["17_8", "-16_8"]),
-    case(r"\text{at most }3", [r"at most 3"], [r"\text{at most}-3", r"\text{at most - 3}", "at most 0.3"]),
+    case(r"\text{at most }3", [r"at most 3"], [r"\text{at most}-3", r"\text{at most - 3}", "at most-3", "at most 0.3"]),
     case(r"\text{at most }1500", ["at most 1,500"], ["at most 1.500", "at most 1 500"]),
     case(r"\text{won }2-1", ["won 2 - 1", "won 2\u20131"], ["won 21", "won 1-2", "won 2 1"]),
     case(r"8\text{ R }3", ["8R3", "8 R 3", "8 remainder 3"], ["-8R3", "8R4", "83", "8 R -3"]),
-    case(r"\text{tends to infinity}", [], ["tends to -infinity"]),
-    case(r"\text{4-sided non-convex}", ["4 sided nonconvex"], []),
+    case(r"\text{tends to infinity}", [], ["tends to -infinity", "tends to - infinity", r"tends to \text{-infinity}"]),
+    case(r"\text{4-sided non-convex}", ["4 sided nonconvex", r"$4$-sided non-convex"], ["-4 sided non-convex"]),
+    # a hyphen between words, or after a number or a letter of mathematics, is no minus
+    case(r"x\text{-axis}", ["x-axis", r"\text{the $x$-axis}", r"\text{x-axis}"], [r"y\text{-axis}"]),
+    *(
+        case(rf"{letter}\text{{-{word}}}", [rf"\text{{{letter}-{word}}}"], [rf"\text{{-{letter}-{word}}}"])
+        for letter, word in (("y", "coordinate"), ("n", "gon"), ("3", "digit"), ("4", "sided polygon"))
+    ),
+    case("Type-2", ["Type 2", r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
+    case("Team A-3", [r"\text{Team A 3}"], ["Team A 4"]),
+    case(r"\text{3-4-5 triangle}", ["3 4 5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
+    case(r"\text{slope is pi}", [], [r"\text{slope is - pi}", r"\text{slope is -pi}"]),
+    case(r"\text{between 2 and 3}", [], ["between 2 and-3", "between 2 and -3"]),
+    case("self - inverse", ["self-inverse", r"\text{self-inverse}"], ["inverse"]),
     case("152A_{11}", right=["152A_{11}", "152a_{11}"], wrong=["152_{11}", "152B_{12}"]),
     case(
         r"\text{4:30 p.m.}",

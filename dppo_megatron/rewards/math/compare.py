@@ -19,6 +19,11 @@ from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
+_HYPHEN = regex(
+    r"(?<=\w)-(?! ?\d)|(?<=[a-z])(?<!most|than|east|uals|bout| and)(?<! is| to| by)-(?=\d)"  # Type-2; not at most-3
+    r"|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)|(?<=[a-z]{2}) - (?=[a-z]{3})(?!inf)"  # $x$-axis, self - inverse
+)
+_RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6
 """Operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000 comparisons."""
 
@@ -304,10 +309,11 @@ def _words(gold: Answer, other: Answer, rules: Rules) -> bool:
 def _folded(text: str) -> str:
     if text in ("dne", "d n e"):
         return "doesnotexist"
-    # a minus sign stays, a hyphen does not: at most -3, won 2-1, non-negative
-    words = [word for word in re.sub(r"(?<=\w)-(?! ?\d)", " ", text).split() if word not in _ARTICLES]
+    # a minus sign stays, a hyphen does not: at most -3, won 2-1
+    text = _HYPHEN.sub(" ", _RUN.sub(lambda run: run.group().replace("-", " "), text))
+    words = [word for word in text.split() if word not in _ARTICLES]
     if MONTHS & set(words):  # 12th of May
-        words = sorted(re.sub(r"(?<=\d)(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
+        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,13 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
         return None, f"not understood: {error}"
     except TooBig as error:
         return None, str(error)
+
+
+def one_spelling(text: str) -> str:
+    """An answer cleaned and without spaces that mean nothing: two answers for which it is the same are equal."""
+    with suppress(ValueError):  # 5,000 digits that repeat
+        return _GAP.sub("", _cleaned(text)) or text
+    return text
 
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:

@@ -173,10 +173,13 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     name, *sets = split_top(text, _IN)
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
-        are_points = isinstance(found, AnswerList) and all(isinstance(item, AnswerList) for item in found.items)
-        if not (are_points and name.startswith("(") and _NAME.fullmatch(name.strip())):
-            parse(name)  # raises for x \\not
-        name = re.sub(r"\s", "", name)
+        rows = [item for item in found.items if isinstance(item, AnswerList)] if isinstance(found, AnswerList) else []
+        bare = re.sub(r"\s", "", name)
+        letters = bare[1:-1].split(",") if bare.startswith("(") and _NAME.fullmatch(bare) else []
+        if rows and {len(row.items) for row in rows} == {len(letters), len(set(letters))}:  # (x, y) in a set of points
+            return answers.Named(bare, found)
+        parse(name)  # raises for x \\not, and for other names of coordinates
+        name = bare
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, answers.Intervals) else found
