@@ -195,33 +195,45 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def try_again(self, rows: Any, others: Any, step: int) -> None:
+    def try_again(self, rows: Any, others: Any, step: int, *, updates: int, later: int, steps: int) -> None:
         """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
         Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
-        it has to be independent: its least certain row bounds the chance of that, since all may be kept together."""
+        it has to be independent: its least certain row bounds the chance of that, since all may be kept together.
 
-        def answer(given: Any, after: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
-            choice = self._call_choose(copy.deepcopy(given), len(rows), step + after, minibatch)
+        Args:
+            updates: of a step; `others` could be those of the second.
+            later: steps after which `rows` are offered again, if the run's `steps` last until then. Draws that are
+                compared are as far apart, since each of those in between may be the same one.
+        """
+
+        def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
+            choice = self._call_choose(copy.deepcopy(given), len(rows), at, minibatch)
             return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
 
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)[0]
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, step, 0)[0]
         instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
         has_state = self.own_class.own_state is not CustomPolicy.own_state  # `feedback` may change what it draws from
-        if not (has_state or all(np.array_equal(first, answer(rows, 0, 0)[0]) for _ in range(10))):
+        if not (has_state or all(np.array_equal(first, answer(rows, step, 0)[0]) for _ in range(10))):
             raise UserError(
                 f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
             )
-        updates = [("the next update", others, 0, 1), *[("the next step", rows, 1, 0)] * (not has_state)]
-        for what, given, later, minibatch in updates:
+        tried = [("the next update", others, 0, 1)] * (updates > 1)
+        if not has_state and step + later < steps:
+            tried.append(("the next step" if later == 1 else "the next epoch", rows, later, 0))
+        for what, given, shift, minibatch in tried:
             chance = 1.0
-            for after in range(_TRIAL_DRAWS):
-                (kept, _), (again, pi) = answer(rows, after, 0), answer(given, after + later, minibatch)
-                if pi is None or (kept != again).any():
+            for draw in range(_TRIAL_DRAWS):
+                now = step + draw * later
+                (kept, _), (again, pi) = answer(rows, now, 0), answer(given, now + shift, minibatch)
+                self.feedback(StepCost(now + 1, 1.0, 1.0, 1.0))  # what a state draws, it may draw here
+                least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
                     break
-                chance *= float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                chance *= least
                 if chance < 1e-6:
-                    raise UserError(f"{where}: {after + 1} draws in a row keep the same rows as in {what}: {instead}")
-        self.feedback(StepCost(1, 1.0, 1.0, 1.0))
+                    raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
+        if not tried:
+            self.feedback(StepCost(step + 1, 1.0, 1.0, 1.0))
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
