@@ -161,13 +161,13 @@ class Plugged(Policy):
         self._last_state = self.own_state()  # raises now if the state cannot be saved
 
     @contextmanager
-    def _calling(self, call: str) -> Iterator[None]:
+    def _calling(self, call: str, *, changes_state: bool = True) -> Iterator[None]:
         """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
         does, and in a step with a checkpoint."""
         try:
             yield
         except Exception as error:
-            self._has_failed = True
+            self._has_failed |= changes_state
             if isinstance(error, UserError):
                 raise
             where = f"pruning.{self._level}.method = '{self.config.method}'"
@@ -247,7 +247,7 @@ class Plugged(Policy):
         if self._has_failed:
             return copy.deepcopy(self._last_state)
         where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
-        with self._calling("own_state()"):
+        with self._calling("own_state()", changes_state=False):  # at a save that fails, the next one may not
             if not isinstance(state := self.own.own_state(), dict):
                 raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
             return {"kind": self.kind, "own": _plain(state, where)}

@@ -240,6 +240,18 @@ def test_a_reward_out_of_range_in_a_step_ends_the_run_with_a_checkpoint(
     assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000002"]
 
 
+def test_a_state_that_failed_at_one_save_is_current_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails is a warning, and the run goes on: what it learns from then on must not be lost."""
+    selector = Selector(selection_settings(_config(OWN + "Failing")), 8)
+    _play(selector, range(1, 2))
+    with monkeypatch.context() as failing:
+        failing.setattr(policies.Failing, "own_state", lambda self: [][0])
+        with pytest.raises(UserError, match=r"own_state\(\): IndexError"):
+            selector.state_dict()
+    _play(selector, range(2, 4))
+    assert selector.state_dict()["prompt"]["own"] == {"known": 3}
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
