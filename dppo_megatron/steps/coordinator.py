@@ -94,7 +94,7 @@ class Coordinator:
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
-        ids, factor = decision.prompts.prompt_index, decision.in_group  # as in reward/mean
+        ids, factor = decision.prompts.prompt_index, decision.in_mean  # as in reward/mean
         tables = {key: one.reweighted(ids, factor) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
