@@ -151,9 +151,7 @@ def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = 
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     packs = [_made_up(number) for number in range(len(_TRIAL_PACKS))]
-    if (
-        config.kl.coef == 0
-    ):  # as in a run with that: whether there is a reference may decide which diagnostics there are
+    if config.kl.coef == 0:  # as in a run with that: which diagnostics there are may depend on it
         packs = [[one.index_fill(0, torch.tensor(4), 0.0) for one in pack] for pack in packs]
     first = trial.answer(packs[0])
     if not any(bool((trial.answer(pack)[1:] != 0).any()) for pack in packs):

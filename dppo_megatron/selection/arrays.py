@@ -108,7 +108,7 @@ class TrainSelection:
     missing_weight: FloatArray
     """[K] factor in `weight` of each group's completions that makes up for missing ones."""
     in_mean: FloatArray
-    """[K] the same in means of rewards, where groups count equally and those without a reward by others of their set."""
+    """[K] the same in means of rewards, where groups count equally and one without a reward by others of its set."""
     unforeseen: tuple[LedgerRow, ...]
     """The row of missing completions, if this step is the first to lose any of that kind; from the next step on it is
     in `ledger`, in every draw."""

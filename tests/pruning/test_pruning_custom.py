@@ -480,6 +480,18 @@ def _run(config: Config, *, stop_after: int = 0) -> None:
     run_ranks(job, 1)
 
 
+def test_a_policy_that_raised_is_named_if_a_signal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which it does before an evaluation, with exit code 0."""
+    monkeypatch.setenv("DPPO_FAILS_IN", "feedback")
+    own = {"pruning__prompt__method": OWN + "Failing", "pruning__prompt__warmup_epochs": 0.0, "eval__every_steps": 1}
+    _run(job_config(write_warm_job_files(tmp_path), tmp_path / "run", **own), stop_after=3)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2], "the third waits for its evaluation"
+    said = "".join(capfd.readouterr())
+    assert f"step 3: pruning.prompt.method = '{OWN}Failing': feedback of step 3: KeyError" in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["Curious", pytest.param("FirstHalf", marks=pytest.mark.long)])
 def test_a_plugged_policy_trains_and_resumes(tmp_path: Path, prompt: str) -> None:
