@@ -195,16 +195,12 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def try_again(self, rows: Any, others: Any, step: int, *, updates: int, later: int, steps: int) -> None:
+    def try_again(self, rows: Any, others: Any, step: int, updates: int, later: int, steps: int) -> None:
         """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
         Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
         it has to be independent: its least certain row bounds the chance of that, since all may be kept together.
-
-        Args:
-            updates: of a step; `others` could be those of the second.
-            later: steps after which `rows` are offered again, if the run's `steps` last until then. Draws that are
-                compared are as far apart, since each of those in between may be the same one.
-        """
+        Rows are offered again `later` steps after, if the run's `steps` last until then, and may be drawn once in that
+        time. A step has `updates`."""
 
         def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
             choice = self._call_choose(copy.deepcopy(given), len(rows), at, minibatch)
