@@ -221,7 +221,7 @@ class Plugged(Policy):
             for draw in range(_TRIAL_DRAWS):
                 now = step + draw * later
                 (kept, _), (again, pi) = answer(rows, now, 0), answer(given, now + shift, minibatch)
-                self.feedback(StepCost(now + 1, 1.0, 1.0, 1.0))  # what a state draws, it may draw here
+                self.feedback(StepCost(draw * later + 1, 1.0, 1.0, 1.0))  # what a state draws, it may draw here
                 least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
                 if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
                     break
@@ -229,7 +229,7 @@ class Plugged(Policy):
                 if chance < 1e-6:
                     raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
         if not tried:
-            self.feedback(StepCost(step + 1, 1.0, 1.0, 1.0))
+            self.feedback(StepCost(1, 1.0, 1.0, 1.0))
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):

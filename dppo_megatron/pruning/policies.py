@@ -136,7 +136,7 @@ def _random_state_restored() -> Iterator[None]:
 @_random_state_restored()
 def try_policies(config: PruningConfig, groups: int, size: int, longest: int, slope: float, updates: int) -> None:
     """Make the user's own policies once before anything is loaded, and let the completion policy choose from a made-up
-    batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one; `updates` of a step."""
+    batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one. Raises UserError."""
     if is_plugin(config.completion.method):
         policy = make_completion_policy(
             config.completion, seed=0, total_steps=_TRIAL_STEPS, zero_advantage_slope=slope, group_size=size
