@@ -461,6 +461,21 @@ def test_a_wrong_loss_of_ones_own_is_said_at_once(function: object, message: str
         check_policy_loss(function, ObjectiveConfig(function="mine:loss"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.01])
+def test_a_diagnostic_may_depend_on_whether_there_is_a_reference(coef: float) -> None:
+    """That does not change within a run; what changes in it is refused with a reference and without."""
+
+    def loss(batch: TokenBatch, config: ObjectiveConfig) -> TokenLoss:
+        distance = (batch.logprobs - batch.reference_logprobs).detach()
+        diagnostics = {"my_kl": distance} if batch.reference_logprobs.any() else {}
+        return TokenLoss(clip(batch, config).loss, {"ratio": batch.mask} | diagnostics)
+
+    config = ObjectiveConfig(function="mine:loss", kl=KLConfig(coef=coef))
+    check_policy_loss(loss, config)
+    with pytest.raises(UserError, match="returns the diagnostic 'positive_logprob' with some batches only"):
+        check_policy_loss(_named_now_and_then, config)
+
+
 @pytest.mark.parametrize("name", ["kl", "correction", "correction_bounded"])
 def test_a_diagnostic_that_the_trainer_may_add_is_refused(name: str) -> None:
     """Also in a run that does not, since settings may change at a resume."""

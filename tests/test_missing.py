@@ -414,12 +414,23 @@ def test_groups_without_any_are_made_up_for_and_are_no_visit() -> None:
 
 
 def test_mean_rewards_count_every_group_once() -> None:
-    """However few rewards are left of it, one included."""
+    """However few rewards are left of it, one included; the other groups of its training set count for one that has
+    none, and not those of all sets: the mean would move to the set whose judge is up."""
     for _, missing in _patterns():
-        if not missing.all(axis=1).any():
+        if not missing.all():
             seen = np.where(missing, np.nan, REWARDS)
             mean = _decision(seen, lost_share=LOST).metrics["reward/mean"]
-            assert mean == pytest.approx(np.nanmean(seen, axis=1).mean())
+            assert mean == pytest.approx(np.nanmean(seen[~missing.all(axis=1)], axis=1).mean())
+    config = Config()
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8, 3
+    for lost_share, gone in itertools.product(((0.0, 0.0), (0.5, 0.0)), (2, 4)):
+        selector = Selector(selection_settings(config), 8, set_sizes={"a": 4, "b": 4})
+        past = {"lost_share": lost_share, "known": "biased" if max(lost_share) else ""}
+        selector.load_state_dict(selector.state_dict() | {"missing": past})
+        prompt = selector.begin(1).prompt_index
+        rewards = np.repeat(np.where(prompt < gone, np.nan, prompt >= 4)[:, None], 3, axis=1)
+        decision = selector.finish(Rollouts(rewards, np.full((8, 3), 6), np.ones((8, 3))), 1)
+        assert decision.metrics["reward/mean"] == pytest.approx(0.5 if gone == 2 else 1.0), "or nothing is known of a"
 
 
 # ------------------------------------------------------------------------------------------------------ slow prompts

@@ -161,13 +161,13 @@ class Plugged(Policy):
         self._last_state = self.own_state()  # raises now if the state cannot be saved
 
     @contextmanager
-    def _calling(self, call: str) -> Iterator[None]:
+    def _calling(self, call: str, *, changes_state: bool = True) -> Iterator[None]:
         """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
         does, and in a step with a checkpoint."""
         try:
             yield
         except Exception as error:
-            self._has_failed = True
+            self._has_failed |= changes_state
             if isinstance(error, UserError):
                 raise
             where = f"pruning.{self._level}.method = '{self.config.method}'"
@@ -195,33 +195,41 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def try_again(self, rows: Any, others: Any, step: int) -> None:
+    def try_again(self, rows: Any, others: Any, step: int, updates: int, later: int, steps: int) -> None:
         """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
         Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
-        it has to be independent: its least certain row bounds the chance of that, since all may be kept together."""
+        it has to be independent: its least certain row bounds the chance of that, since all may be kept together.
+        Rows are offered again `later` steps after, if the run's `steps` last until then, and may be drawn once in that
+        time. A step has `updates`."""
 
-        def answer(given: Any, after: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
-            choice = self._call_choose(copy.deepcopy(given), len(rows), step + after, minibatch)
+        def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
+            choice = self._call_choose(copy.deepcopy(given), len(rows), at, minibatch)
             return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
 
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, 0, 0)[0]
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, step, 0)[0]
         instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
         has_state = self.own_class.own_state is not CustomPolicy.own_state  # `feedback` may change what it draws from
-        if not (has_state or all(np.array_equal(first, answer(rows, 0, 0)[0]) for _ in range(10))):
+        if not (has_state or all(np.array_equal(first, answer(rows, step, 0)[0]) for _ in range(10))):
             raise UserError(
                 f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
             )
-        updates = [("the next update", others, 0, 1), *[("the next step", rows, 1, 0)] * (not has_state)]
-        for what, given, later, minibatch in updates:
+        tried = [("the next update", others, 0, 1)] * (updates > 1)
+        if not has_state and step + later < steps:
+            tried.append(("the next step" if later == 1 else "the next epoch", rows, later, 0))
+        for what, given, shift, minibatch in tried:
             chance = 1.0
-            for after in range(_TRIAL_DRAWS):
-                (kept, _), (again, pi) = answer(rows, after, 0), answer(given, after + later, minibatch)
-                if pi is None or (kept != again).any():
+            for draw in range(_TRIAL_DRAWS):
+                now = step + draw * later
+                (kept, _), (again, pi) = answer(rows, now, 0), answer(given, now + shift, minibatch)
+                self.feedback(StepCost(draw * later + 1, 1.0, 1.0, 1.0))  # what a state draws, it may draw here
+                least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
                     break
-                chance *= float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                chance *= least
                 if chance < 1e-6:
-                    raise UserError(f"{where}: {after + 1} draws in a row keep the same rows as in {what}: {instead}")
-        self.feedback(StepCost(1, 1.0, 1.0, 1.0))
+                    raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
+        if not tried:
+            self.feedback(StepCost(1, 1.0, 1.0, 1.0))
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
@@ -235,7 +243,7 @@ class Plugged(Policy):
         if self._has_failed:
             return copy.deepcopy(self._last_state)
         where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
-        with self._calling("own_state()"):
+        with self._calling("own_state()", changes_state=False):  # at a save that fails, the next one may not
             if not isinstance(state := self.own.own_state(), dict):
                 raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
             return {"kind": self.kind, "own": _plain(state, where)}

@@ -134,7 +134,7 @@ def _random_state_restored() -> Iterator[None]:
 
 
 @_random_state_restored()
-def try_policies(config: PruningConfig, groups: int, size: int, longest: int, slope: float) -> None:
+def try_policies(config: PruningConfig, groups: int, size: int, longest: int, slope: float, updates: int) -> None:
     """Make the user's own policies once before anything is loaded, and let the completion policy choose from a made-up
     batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one. Raises UserError."""
     if is_plugin(config.completion.method):
@@ -157,7 +157,7 @@ def try_policies(config: PruningConfig, groups: int, size: int, longest: int, sl
             policy.prune(batch.take(rows), step=policy.warmup_steps)
         first = batch.take(np.arange(max(groups // 2, 1) * size))
         others = replace(first, prompt_index=first.prompt_index + len(first) // size)
-        cast(Plugged, policy).try_again(first, others, policy.warmup_steps)
+        cast(Plugged, policy).try_again(first, others, policy.warmup_steps, updates, 1, _TRIAL_STEPS)
     if is_plugin(config.prompt.method):
         try:
             make_prompt_policy(
@@ -172,7 +172,7 @@ def try_policies(config: PruningConfig, groups: int, size: int, longest: int, sl
 
 @_random_state_restored()
 def try_prompt_policy(
-    config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, longest: int
+    config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, limit: int, updates: int, steps: int
 ) -> None:
     """Let the user's own policy choose from `offered` prompts, each visited once. In the run it first chooses after the
     warm-up, by default one epoch long, which is late to find a mistake. Raises UserError."""
@@ -180,10 +180,12 @@ def try_prompt_policy(
         run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _TRIAL_STEPS, "seed": 0}
         policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **run)
         ids = np.arange(min(offered, len(features.level)))
-        policy.observe(ids, *_made_up_outcomes(len(ids), size, longest), step=0)
+        policy.observe(ids, *_made_up_outcomes(len(ids), size, limit), step=0)
         policy.select(ids, step=policy.warmup_steps)
-        first = ids[: max(len(ids) // 2, 1)]
-        cast(Plugged, policy).try_again(first, (first + len(first)) % len(features.level), policy.warmup_steps)
+        first, count = ids[: max(len(ids) // 2, 1)], len(features.level)
+        others, epoch = (first + len(first)) % count, -(-count // offered)
+        updates = min(updates, count)  # a single prompt has no others
+        cast(Plugged, policy).try_again(first, others, policy.warmup_steps, updates, epoch, steps)
 
 
 def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:

@@ -107,8 +107,8 @@ class TrainSelection:
     """Completions with advantage 0 carry gradient too: there is a KL or entropy term."""
     missing_weight: FloatArray
     """[K] factor in `weight` of each group's completions that makes up for missing ones."""
-    in_group: FloatArray
-    """[K] the same in means of rewards: every group with a reward counts equally, those that are lost too."""
+    in_mean: FloatArray
+    """[K] the same in means of rewards, where groups count equally and one without a reward by others of its set."""
     unforeseen: tuple[LedgerRow, ...]
     """The row of missing completions, if this step is the first to lose any of that kind; from the next step on it is
     in `ledger`, in every draw."""
@@ -250,13 +250,13 @@ def was_requested(rollouts: Rollouts, sizes: IntArray) -> BoolArray:
     return requested
 
 
-def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, in_group: FloatArray) -> dict[str, float]:
-    """`reward/*`; `in_group` [K] weights each group's completions, to make up for missing ones."""
+def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, in_mean: FloatArray) -> dict[str, float]:
+    """`reward/*`; `in_mean` [K] weights each group's completions, to make up for missing ones."""
     rewards, graded = rollouts.rewards, ~np.isnan(rollouts.rewards)
     failed = ~graded & ~rollouts.stopped & was_requested(rollouts, prompts.size)
     unfinished = 0.0 if rollouts.unfinished is None else float((failed & rollouts.unfinished).sum())
     # 1/pi, whatever estimator and cap the training weights use
-    group_weight = in_group / (prompts.size * prompts.inclusion_prob)
+    group_weight = in_mean / (prompts.size * prompts.inclusion_prob)
     weight = np.where(graded, rollouts.counted(group_weight[:, None] * np.ones(rewards.shape)), 0.0)
     return {
         # weighted, because the generated prompts are a sample of the considered ones

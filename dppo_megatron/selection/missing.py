@@ -75,6 +75,8 @@ class Missing:
     """[K] weight of present completions that makes up for the rest of the full group and for lost groups."""
     in_group: FloatArray
     """[K] weight of completions with a reward that makes up for the others requested in their group, lost or not."""
+    in_mean: FloatArray
+    """[K] `in_group`, making up too for the groups of the same training set of which nothing is left in this step."""
     source: BiasSource
     foreseen: LossLabel
     """The row's label before the draw."""
@@ -136,6 +138,8 @@ def missing_of(
     lost_weight = 1.0 / (1.0 - np.minimum(share_lost, MOST_LOST))
     weight = np.where(usable, usual / np.maximum(left, 1), 1.0) * lost_weight
     in_group = sizes / np.maximum(left, 1)
+    share_gone = np.array(past.shares_of_step(left == 0, 1.0 / prompts.inclusion_prob, set_of))[set_of]
+    in_mean = in_group / np.where(left > 0, 1.0 - share_gone, 1.0)
     declared = lost & (np.False_ if rollouts.by_chance is None else rollouts.by_chance)
     by_chance = declared & (not refuted)
     by_content = lost & ~by_chance
@@ -167,7 +171,7 @@ def missing_of(
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
     deviations = _length_deviation(rollouts.lengths, graded, declared)
     present = graded & usable[:, None]
-    return Missing(present, usable, weight, in_group, source, foreseen, observed, deviations, metrics)
+    return Missing(present, usable, weight, in_group, in_mean, source, foreseen, observed, deviations, metrics)
 
 
 def _source(

@@ -244,7 +244,7 @@ class Selector:
             ledger=ledger,
             metrics=counts.metrics()
             | (variance.metrics() if has_support else {})  # without support the gradient's length changes too
-            | reward_metrics(rollouts, prompts, missing.in_group)
+            | reward_metrics(rollouts, prompts, missing.in_mean)
             | missing.metrics
             | step_metrics(offered, batch, completions)
             | self._prompt_policy.history.metrics(zero_based)
@@ -258,7 +258,7 @@ class Selector:
             has_support=has_support,
             zero_carries=self._completion_policy.zero_advantage_slope > 0,
             missing_weight=missing.weight,
-            in_group=missing.in_group,
+            in_mean=missing.in_mean,
             unforeseen=unforeseen,
             prior=prior,
         )

@@ -94,7 +94,7 @@ class Coordinator:
         record = step.record
         record.counts = decision.counts
         record.metrics |= decision.metrics | stats.metrics()
-        ids, factor = decision.prompts.prompt_index, decision.in_group  # as in reward/mean
+        ids, factor = decision.prompts.prompt_index, decision.in_mean  # as in reward/mean
         tables = {key: one.reweighted(ids, factor) for key, one in outcomes.grades.items()}
         record.metrics |= self._grading_metrics(tables)
         record.metrics |= outcomes.metrics(decision.prompts.inclusion_prob * decision.prompts.size)
@@ -122,8 +122,8 @@ class Coordinator:
         )
 
     def learn(self, step: Step) -> tuple[list[str], str]:
-        """Report a finished step's cost to the policies; returns log lines, and what a policy of the user raised. The
-        step counts even so, since the actor has its weights."""
+        """Report a finished step's cost to the policies; returns log lines, and what a policy of the user raised, which
+        is also a line, since a run may end for another reason. The step counts even so: the actor has its weights."""
         took, counts = step.record.timing, step.record.counts
         assert counts is not None, f"step {step.number} has not been decided"
         lines, failure = list[str](), ""
@@ -131,6 +131,7 @@ class Coordinator:
             lines = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
         except UserError as error:
             failure = str(error)
+            lines = [f"warning: step {step.number}: {failure}"]
         tokens = float(counts.tokens_generated), float(counts.tokens_trained)
         self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
         step.record.metrics |= self._advisor.metrics()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,18 @@ def test_a_reward_out_of_range_in_a_step_ends_the_run_with_a_checkpoint(
     assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_000002"]
 
 
+def test_a_state_that_failed_at_one_save_is_current_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save that fails is a warning, and the run goes on: what it learns from then on must not be lost."""
+    selector = Selector(selection_settings(_config(OWN + "Failing")), 8)
+    _play(selector, range(1, 2))
+    with monkeypatch.context() as failing:
+        failing.setattr(policies.Failing, "own_state", lambda self: [][0])
+        with pytest.raises(UserError, match=r"own_state\(\): IndexError"):
+            selector.state_dict()
+    _play(selector, range(2, 4))
+    assert selector.state_dict()["prompt"]["own"] == {"known": 3}
+
+
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
@@ -349,21 +362,21 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
-    try_prompt_policy(_config(OWN + "Visited").pruning.prompt, features, offered=4, size=3, longest=12)
+    try_prompt_policy(_config(OWN + "Visited").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
 
 
-FEATURES = PromptFeatures(np.zeros(16, np.int64), np.zeros(16), np.zeros(16, np.int64), ("",))
-
-
-def _try(name: str, size: int = 3) -> None:
+def _try(name: str, size: int = 3, *, offered: int = 4, prompts: int = 16, updates: int = 2, steps: int = 400) -> None:
     own = getattr(policies, name)
     if issubclass(own, CustomPromptPolicy):
-        try_prompt_policy(_config(OWN + name).pruning.prompt, FEATURES, offered=4, size=size, longest=12)
+        none = np.zeros(prompts, np.int64)
+        features = PromptFeatures(none, np.zeros(prompts), none, ("",))
+        config = _config(OWN + name).pruning.prompt
+        try_prompt_policy(config, features, offered, size, 12, updates=updates, steps=steps)
     else:
-        try_policies(_config("none", OWN + name).pruning, 4, size, 12, 0.0)
+        try_policies(_config("none", OWN + name).pruning, 4, size, 12, 0.0, updates)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +387,7 @@ def _try(name: str, size: int = 3) -> None:
         ("OncePerStep", "choose: 132 draws in a row keep the same rows as in the next update"),
         ("OncePerStepToo", "choose: 20 draws in a row keep the same rows as in the next update"),
         ("OnceForAll", "choose: 20 draws in a row keep the same rows as in the next step"),
+        ("OncePerPrompt", "choose: 20 draws in a row keep the same rows as in the next epoch"),
     ],
 )
 def test_draws_that_do_not_resume_or_repeat_are_said_at_the_start(name: str, message: str) -> None:
@@ -392,6 +406,27 @@ def test_fresh_draws_pass_the_trial(name: str) -> None:
         _try(name, size)
 
 
+def test_draws_that_change_where_a_run_needs_it_pass_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a state that moves with the feedback, whatever it is at first; once per epoch, of 58 steps; the same in all
+    updates, if there is one a step or one prompt to draw."""
+    for word, pi, offered in product(range(40), (0.6, 0.9), (8, 32)):
+        monkeypatch.setattr(policies.Drawn, "word", word)
+        monkeypatch.setattr(policies.Drawn, "pi", pi)
+        _try("Drawn", offered=offered)
+    _try("OncePerEpoch", prompts=4 * 58)
+    _try("OncePerStep", updates=1)
+    _try("OncePerStepToo", updates=1)
+    _try("OncePerStep", prompts=1)
+
+
+def test_a_trial_asks_no_more_than_it_can_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a design without chance, nor for steps that the run does not have: here the epoch is as long as the run."""
+    monkeypatch.setattr(policies.Scheduled, "calls", 0)
+    _try("Scheduled", steps=100)
+    assert 0 < policies.Scheduled.calls < 20
+    _try("Scheduled", prompts=400, steps=100)
+
+
 def test_a_trial_is_within_the_settings_of_the_run(tmp_path: Path) -> None:
     """Its lengths, so that a table of all there can be is enough, and what its objective makes of an advantage of 0."""
     own = {"pruning__prompt__method": OWN + "ByLength", "pruning__completion__method": OWN + "TableOfLengths"}
@@ -406,7 +441,7 @@ def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
-    try_prompt_policy(_config(OWN + "Tossing").pruning.prompt, features, offered=4, size=3, longest=12)
+    try_prompt_policy(_config(OWN + "Tossing").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
     assert (random.random(), np.random.rand()) == expected
 
 
@@ -443,6 +478,18 @@ def _run(config: Config, *, stop_after: int = 0) -> None:
             pass
 
     run_ranks(job, 1)
+
+
+def test_a_policy_that_raised_is_named_if_a_signal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which it does before an evaluation, with exit code 0."""
+    monkeypatch.setenv("DPPO_FAILS_IN", "feedback")
+    own = {"pruning__prompt__method": OWN + "Failing", "pruning__prompt__warmup_epochs": 0.0, "eval__every_steps": 1}
+    _run(job_config(write_warm_job_files(tmp_path), tmp_path / "run", **own), stop_after=3)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1, 2], "the third waits for its evaluation"
+    said = "".join(capfd.readouterr())
+    assert f"step 3: pruning.prompt.method = '{OWN}Failing': feedback of step 3: KeyError" in said
 
 
 @pytest.mark.slow

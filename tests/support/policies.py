@@ -307,10 +307,10 @@ class Saving(Roving):
 class Drawn(Saving):
     """The same, but it draws when it learns what a step cost, and not when it chooses."""
 
-    word = 1
+    word, pi = 1, 0.6
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
-        pi = np.full(len(prompt_index), 0.6)
+        pi = np.full(len(prompt_index), self.pi)
         return Draw(uniforms(self.word, "coins", prompt_index, minibatch) < pi, pi, fixed_size=False)
 
     def feedback(self, cost: StepCost) -> list[str]:
@@ -320,6 +320,22 @@ class Drawn(Saving):
 
 def coins(*key: int, count: int, pi: float = 0.5) -> Draw:
     return Draw(np.random.default_rng(key).random(count) < pi, np.full(count, pi), fixed_size=False)
+
+
+class OncePerEpoch(CustomPromptPolicy):
+    """A coin for each prompt and epoch."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi, epoch = np.full(len(prompt_index), 0.5), step * self.prompts_per_step // len(self.history)
+        return Draw(uniforms(self.seed, "coins", prompt_index, epoch) < pi, pi, fixed_size=False)
+
+
+class OncePerPrompt(CustomPromptPolicy):
+    """The same coins in every epoch."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.5)
+        return Draw(uniforms(self.seed, "coins", prompt_index) < pi, pi, fixed_size=False)
 
 
 class OncePerStep(CustomPromptPolicy):
@@ -365,6 +381,17 @@ class Certain(CustomCompletionPolicy):
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         return Draw(batch.advantages != 0, (batch.advantages != 0).astype(np.float64), fixed_size=True)
+
+
+class Scheduled(CustomPromptPolicy):
+    """The same by a table of the run's 100 steps."""
+
+    calls = 0
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        type(self).calls += 1
+        pi = np.full(len(prompt_index), np.ones(100)[step])
+        return Draw(pi == 1, pi, fixed_size=True)
 
 
 class Unpaid(FirstHalf):
