@@ -212,7 +212,7 @@ class Run:
         Raises:
             UserError: another trainer has taken over the run directory.
         """
-        from_rank_zero(lambda: self._files.check() if self._files else None)
+        self._check_lock()
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
@@ -240,6 +240,7 @@ class Run:
         step, line, shown = self._due
         self._stop_on_signal(step)
         scores = self.loop.evaluate()
+        self._check_lock()  # again: an evaluation may take an hour
         self.summary.add_evaluation(step, _averages(scores))
         self._write_metrics(step, line, shown, scores)
         self._due = None
@@ -387,6 +388,9 @@ class Run:
         write_features(self._directory, job.prompt_features)
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
 
+    def _check_lock(self) -> None:
+        from_rank_zero(lambda: self._files.check() if self._files else None)
+
     def _close_files(self) -> None:
         if self._files:
             self._files.close()
@@ -399,6 +403,7 @@ class Run:
             log(*self.loop.finish(step))
             self.record(step)
         if self._recorded is not None and self._recorded == self.loop.last_complete_step:
+            self._check_lock()
             self._save(self._recorded)
             self._finalize(blocking=True)
 
