@@ -239,6 +239,7 @@ class Run:
             return
         step, line, shown = self._due
         self._stop_on_signal(step)
+        self._finalize(blocking=True)  # an asynchronous save, whose files have no manifest before that
         scores = self.loop.evaluate()
         self._check_lock()  # again: an evaluation may take an hour
         self.summary.add_evaluation(step, _averages(scores))

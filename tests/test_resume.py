@@ -30,6 +30,7 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run, Stopped
+from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
@@ -330,6 +331,22 @@ def test_a_checkpoint_does_not_wait_for_the_evaluation(files: Path, tmp_path: Pa
     assert scores == [(row["step"], nearly(row["eval/heldout/pass@1"])) for row in read_metrics(run_dir)]
     assert [event.step for event in tracked.Scalars("reward/mean")] == [1, 2, 3]
     assert [event.step for event in tracked.Tensors("samples/text_summary")] == [1, 2, 3]
+
+
+def _resume_counting(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    """On a rank: the number of evaluations that the run makes."""
+    calls, plain = list[Any](), Loop.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "evaluate", lambda self, *names: calls.append(names) or plain(self, *names))
+        assert train_or_die(files, run_dir, 1, extra, None) == 0
+    return len(calls)
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(files: Path, tmp_path: Path) -> None:
+    """Also of an asynchronous save: its checkpoint is complete before the evaluation begins."""
+    extra = SHORT | {"eval__every_steps": 1, "checkpoint__async_save": True}
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("evaluate", 3))
+    assert os.readlink(tmp_path / "run" / "checkpoints" / "latest") == "step_000002"
 
 
 def _signalled_in_sft(files: Path, run_dir: Path) -> str:
