@@ -331,7 +331,7 @@ class Run:
         if line is not None:
             self.summary.add_evaluation(step, {one: line[key] for one in now if (key := f"eval/{one}/pass@1") in line})
         elif self._origin is not None and (self._origin.own or step == self.last_step):
-            self._due = due
+            self._due = due and (due if self._origin.own else (step, {}, []))
         for name, before in state.get("eval_sets", {}).items():
             if now.get(name, before) != before:  # from here on it is another set
                 self.summary.eval_before.pop(name, None)

@@ -245,6 +245,9 @@ def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Pa
     assert [row["step"] for row in read_metrics(tmp_path / "fork")] == [3, 4]
     mine, theirs = read_metrics(tmp_path / "fork")[0], read_metrics(whole["tp1"])[-1]
     assert mine.items() <= theirs.items()  # which evaluated at its own last step
+    run_whole(files, tmp_path / "none", 1, SHORT | {"checkpoint__resume": whole["tp1"] / "checkpoints" / "step_000003"})
+    [line] = read_metrics(tmp_path / "none")  # no step is left: the line has its own evaluation, no training of its own
+    assert line["step"] == 3 and {key.partition("/")[0] for key in line} == {"step", "eval"}
 
 
 def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -> int:
