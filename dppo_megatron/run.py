@@ -333,7 +333,7 @@ class Run:
         elif self._origin is not None and (self._origin.own or step == self.last_step):
             self._due = due and (due if self._origin.own else (step, {}, []))
         for name, before in state.get("eval_sets", {}).items():
-            if now.get(name, before) != before:  # from here on it is another set
+            if now.get(name) != before:  # from here on it is another set, or none
                 self.summary.eval_before.pop(name, None)
         if step or self._due is None:  # else all are evaluated soon
             self._begin_new_sets(step)

@@ -227,8 +227,8 @@ def test_correct_from(files: Path, tmp_path: Path) -> None:
 
 
 def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A set that is added or changed begins at the resumed step, one that is removed is forgotten, the rest goes on; a
-    run that has nothing left to do takes a new set too."""
+    """A set that is added or changed begins at the resumed step, one that is removed is forgotten, also when it comes
+    back, the rest goes on; a run that has nothing left to do takes a new set too."""
     import shutil
 
     run_dir = tmp_path / "run"
@@ -242,6 +242,7 @@ def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, cap
     for steps, name in ((3, "new/one"), (3, "newer")):
         sets[name] = new
         run_ranks(_train, 1, _config(files, run_dir, dict(sets), checkpoint__every_steps=1, steps=steps))
+        sets[HARD] = replace(_sets(files)[HARD], limit=3)
     said = capfd.readouterr().out
     assert "step    2, first evaluation of a new or changed set: new/one pass@1" in said
     for name in (EASY, ODD, "new/one"):
@@ -249,11 +250,11 @@ def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, cap
         assert ("since step 2" in line) == (name != EASY)
     summary = json.loads((run_dir / "summary.json").read_text())
     after = read_metrics(run_dir)[-1]
-    assert set(summary["eval_after"]) == {EASY, ODD, "new/one", "newer"}
+    assert set(summary["eval_after"]) == {EASY, HARD, ODD, "new/one", "newer"}
     assert summary["eval_after"]["new/one"] == after["eval/new/one/pass@1"]
     assert summary["eval_before"]["newer"] == summary["eval_after"]["newer"]
     assert summary["eval_before"][EASY] == rows[0][f"eval/{EASY}/pass@1"]
-    assert summary["eval_before_step"] == {ODD: 2, "new/one": 2, "newer": 3}
+    assert summary["eval_before_step"] == {HARD: 3, ODD: 2, "new/one": 2, "newer": 3}
     assert read_metrics(run_dir)[:3] == rows
 
 
