@@ -326,16 +326,17 @@ class Run:
     def _resume_evaluation(self, state: dict[str, Any]) -> None:
         """Take the evaluation that was due at the checkpoint from metrics.jsonl, if it is there by now; else it is due
         again. Another run's is made only if no step is left. Collective."""
-        step, due, now = state["step"], state.get("due"), measured_as(self.loop.job)
+        step, due, saved, now = state["step"], state.get("due"), state.get("eval_sets", {}), measured_as(self.loop.job)
         line = from_rank_zero(lambda: self._files.metrics_of(step) if self._files and due else None)
         if line is not None:
-            self.summary.add_evaluation(step, {one: line[key] for one in now if (key := f"eval/{one}/pass@1") in line})
+            same = [name for name in now if saved.get(name) == now[name]]  # not what an earlier start has added
+            self.summary.add_evaluation(step, {one: line[key] for one in same if (key := f"eval/{one}/pass@1") in line})
         elif self._origin is not None and (self._origin.own or step == self.last_step):
             self._due = due and (due if self._origin.own else (step, {}, []))
-        for name, before in state.get("eval_sets", {}).items():
+        for name, before in saved.items():
             if now.get(name) != before:  # from here on it is another set, or none
                 self.summary.eval_before.pop(name, None)
-        if step or self._due is None:  # else all are evaluated soon
+        if self._due is None:  # else all are evaluated soon
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:

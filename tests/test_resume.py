@@ -346,10 +346,16 @@ def _resume_counting(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
 
 
 def test_a_kill_in_an_evaluation_costs_no_step(files: Path, tmp_path: Path) -> None:
-    """Also of an asynchronous save: its checkpoint is complete before the evaluation begins."""
+    """Also of an asynchronous save: its checkpoint is complete before the evaluation begins. A set that is added then
+    begins with that evaluation, which is made once."""
     extra = SHORT | {"eval__every_steps": 1, "checkpoint__async_save": True}
     assert run_killed(files, tmp_path / "run", 1, extra, Kill("evaluate", 3))
     assert os.readlink(tmp_path / "run" / "checkpoints" / "latest") == "step_000002"
+    extra |= {"steps": 2, "data__eval_paths.new": files / "heldout.jsonl"}
+    assert run_ranks(_resume_counting, 1, files, tmp_path / "run", extra) == [1]
+    summary, line = json.loads((tmp_path / "run" / "summary.json").read_text()), read_metrics(tmp_path / "run")[-1]
+    assert summary["eval_before"]["new"] == summary["eval_after"]["new"] == line["eval/new/pass@1"]
+    assert summary["eval_before_step"] == {"new": 2} and summary["eval_before"].keys() == {"heldout", "new"}
 
 
 def _signalled_in_sft(files: Path, run_dir: Path) -> str:
