@@ -262,10 +262,7 @@ class Run:
     def _start_trackers(self) -> Trackers | None:
         if not (self._files and self._config.observe.trackers):
             return None
-        resumed = None
-        if self._origin is not None and self._origin.own:
-            resumed = self._origin.step - (self._files.metrics_of(self._origin.step) is None)  # its line waits
-        return start_trackers(self._config, self._directory, self._run, resumed)
+        return start_trackers(self._config, self._directory, self._run, self._resumed_step)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
@@ -389,6 +386,8 @@ class Run:
         self._trace_changed = changed_since(self._directory / "trace.jsonl", header)
         write_features(self._directory, job.prompt_features)
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
+        # for the trackers: the last step in metrics.jsonl, which lacks the resumed one if its evaluation is due
+        self._resumed_step = None if step is None else step - (self._files.metrics_of(step) is None)
 
     def _check_lock(self) -> None:
         from_rank_zero(lambda: self._files.check() if self._files else None)

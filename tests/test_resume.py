@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -28,6 +30,7 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import FREE, check_changes, config_values, saved_values
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
+from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.steps.loop import Loop
@@ -356,6 +359,25 @@ def test_a_kill_in_an_evaluation_costs_no_step(files: Path, tmp_path: Path) -> N
     summary, line = json.loads((tmp_path / "run" / "summary.json").read_text()), read_metrics(tmp_path / "run")[-1]
     assert summary["eval_before"]["new"] == summary["eval_after"]["new"] == line["eval/new/pass@1"]
     assert summary["eval_before_step"] == {"new": 2} and summary["eval_before"].keys() == {"heldout", "new"}
+
+
+def _resume_unread(files: Path, run_dir: Path, extra: dict[str, Any]) -> str:
+    """On a rank: with a metrics.jsonl that cannot be read; how the start ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        unread = PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
+        patch.setattr(RunDirectory, "metrics_of", Mock(side_effect=unread))
+        with pytest.raises(UserError) as error:
+            train_or_die(files, run_dir, 2, extra, None)
+    return str(error.value)
+
+
+def test_a_record_that_cannot_be_read_is_a_sentence_on_every_rank(files: Path, tmp_path: Path) -> None:
+    """For the trackers, only rank 0 reads it; the lock is released."""
+    extra = SHORT | {"steps": 1, "observe__trackers": "[tensorboard]"}
+    run_whole(files, tmp_path / "run", 1, extra)
+    said = run_ranks(_resume_unread, 2, files, tmp_path / "run", extra)
+    assert said == [said[0]] * 2 and "cannot be written: Permission denied (metrics.jsonl)" in said[0]
+    assert not (tmp_path / "run" / "lock.json").exists()
 
 
 def _signalled_in_sft(files: Path, run_dir: Path) -> str:
