@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
+from dppo_megatron.checkpoint import checkpoint_dir
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import RewardFunctionConfig, SetRewardConfig
@@ -320,6 +322,32 @@ def test_a_run_that_goes_on_is_its_newest_checkpoint(trained: Path, tmp_path: Pa
         (run / "summary.json").unlink(missing_ok=True)
         if newest != "hf":
             shutil.rmtree(run / "checkpoints")
+
+
+def test_a_checkpoint_that_is_not_needed_is_not_read(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be read for now refuses only the evaluations of itself."""
+    run, read = Path(shutil.copytree(trained, tmp_path / "run", symlinks=True)), checkpoint_dir._read_manifest
+
+    def denied(path: Path) -> Any:
+        if path.parent.name == unread:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(checkpoint_dir, "_read_manifest", denied)
+    monkeypatch.setattr(checkpoint_dir, "_TRY_AFTER_S", (0.0,))
+    unread = "step_000002"
+    assert prepare(EvalArguments(str(run), step=1))[1].name == "step_000001"
+    assert prepare(EvalArguments(str(run)))[1].name == "hf"
+    with pytest.raises(UserError, match="no such checkpoint; there are: 1, 2"):
+        prepare(EvalArguments(str(run), step=3))
+    (run / "summary.json").unlink()
+    for step in (2, None):
+        with pytest.raises(UserError, match="cannot be read now"):
+            prepare(EvalArguments(str(run), step=step))
+    unread = "step_000001"
+    assert prepare(EvalArguments(str(run)))[1].name == "step_000002"
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])
