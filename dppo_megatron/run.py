@@ -212,7 +212,7 @@ class Run:
         Raises:
             UserError: another trainer has taken over the run directory.
         """
-        from_rank_zero(lambda: self._files.check() if self._files else None)
+        self._check_lock()
         record = step.record
         self._recorder.write(step.number)
         self._samples.write(step.number, step.samples)
@@ -239,7 +239,9 @@ class Run:
             return
         step, line, shown = self._due
         self._stop_on_signal(step)
+        self._finalize(blocking=True)  # an asynchronous save, whose files have no manifest before that
         scores = self.loop.evaluate()
+        self._check_lock()  # again: an evaluation may take an hour
         self.summary.add_evaluation(step, _averages(scores))
         self._write_metrics(step, line, shown, scores)
         self._due = None
@@ -260,10 +262,7 @@ class Run:
     def _start_trackers(self) -> Trackers | None:
         if not (self._files and self._config.observe.trackers):
             return None
-        resumed = None
-        if self._origin is not None and self._origin.own:
-            resumed = self._origin.step - (self._files.metrics_of(self._origin.step) is None)  # its line waits
-        return start_trackers(self._config, self._directory, self._run, resumed)
+        return start_trackers(self._config, self._directory, self._run, self._resumed_step)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
@@ -324,16 +323,17 @@ class Run:
     def _resume_evaluation(self, state: dict[str, Any]) -> None:
         """Take the evaluation that was due at the checkpoint from metrics.jsonl, if it is there by now; else it is due
         again. Another run's is made only if no step is left. Collective."""
-        step, due, now = state["step"], state.get("due"), measured_as(self.loop.job)
+        step, due, saved, now = state["step"], state.get("due"), state.get("eval_sets", {}), measured_as(self.loop.job)
         line = from_rank_zero(lambda: self._files.metrics_of(step) if self._files and due else None)
         if line is not None:
-            self.summary.add_evaluation(step, {one: line[key] for one in now if (key := f"eval/{one}/pass@1") in line})
+            same = [name for name in now if saved.get(name) == now[name]]  # not what an earlier start has added
+            self.summary.add_evaluation(step, {one: line[key] for one in same if (key := f"eval/{one}/pass@1") in line})
         elif self._origin is not None and (self._origin.own or step == self.last_step):
-            self._due = due
-        for name, before in state.get("eval_sets", {}).items():
-            if now.get(name, before) != before:  # from here on it is another set
+            self._due = due and (due if self._origin.own else (step, {}, []))
+        for name, before in saved.items():
+            if now.get(name) != before:  # from here on it is another set, or none
                 self.summary.eval_before.pop(name, None)
-        if step or self._due is None:  # else all are evaluated soon
+        if self._due is None:  # else all are evaluated soon
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
@@ -386,6 +386,11 @@ class Run:
         self._trace_changed = changed_since(self._directory / "trace.jsonl", header)
         write_features(self._directory, job.prompt_features)
         write_first_prompts(self._directory, job.train_sets, job.eval_sets)
+        # for the trackers: the last step in metrics.jsonl, which lacks the resumed one if its evaluation is due
+        self._resumed_step = None if step is None else step - (self._files.metrics_of(step) is None)
+
+    def _check_lock(self) -> None:
+        from_rank_zero(lambda: self._files.check() if self._files else None)
 
     def _close_files(self) -> None:
         if self._files:
@@ -399,6 +404,7 @@ class Run:
             log(*self.loop.finish(step))
             self.record(step)
         if self._recorded is not None and self._recorded == self.loop.last_complete_step:
+            self._check_lock()
             self._save(self._recorded)
             self._finalize(blocking=True)
 

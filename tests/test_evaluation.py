@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from support.job import REPOSITORY, job_config, read_metrics
 from support.launch import run_ranks
 
+from dppo_megatron.checkpoint import checkpoint_dir
 from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.load import read_config
 from dppo_megatron.config.reward import RewardFunctionConfig, SetRewardConfig
@@ -227,8 +229,8 @@ def test_correct_from(files: Path, tmp_path: Path) -> None:
 
 
 def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A set that is added or changed begins at the resumed step, one that is removed is forgotten, the rest goes on; a
-    run that has nothing left to do takes a new set too."""
+    """A set that is added or changed begins at the resumed step, one that is removed is forgotten, also when it comes
+    back, the rest goes on; a run that has nothing left to do takes a new set too."""
     import shutil
 
     run_dir = tmp_path / "run"
@@ -242,6 +244,7 @@ def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, cap
     for steps, name in ((3, "new/one"), (3, "newer")):
         sets[name] = new
         run_ranks(_train, 1, _config(files, run_dir, dict(sets), checkpoint__every_steps=1, steps=steps))
+        sets[HARD] = replace(_sets(files)[HARD], limit=3)
     said = capfd.readouterr().out
     assert "step    2, first evaluation of a new or changed set: new/one pass@1" in said
     for name in (EASY, ODD, "new/one"):
@@ -249,11 +252,11 @@ def test_resumed_with_other_sets(files: Path, trained: Path, tmp_path: Path, cap
         assert ("since step 2" in line) == (name != EASY)
     summary = json.loads((run_dir / "summary.json").read_text())
     after = read_metrics(run_dir)[-1]
-    assert set(summary["eval_after"]) == {EASY, ODD, "new/one", "newer"}
+    assert set(summary["eval_after"]) == {EASY, HARD, ODD, "new/one", "newer"}
     assert summary["eval_after"]["new/one"] == after["eval/new/one/pass@1"]
     assert summary["eval_before"]["newer"] == summary["eval_after"]["newer"]
     assert summary["eval_before"][EASY] == rows[0][f"eval/{EASY}/pass@1"]
-    assert summary["eval_before_step"] == {ODD: 2, "new/one": 2, "newer": 3}
+    assert summary["eval_before_step"] == {HARD: 3, ODD: 2, "new/one": 2, "newer": 3}
     assert read_metrics(run_dir)[:3] == rows
 
 
@@ -319,6 +322,32 @@ def test_a_run_that_goes_on_is_its_newest_checkpoint(trained: Path, tmp_path: Pa
         (run / "summary.json").unlink(missing_ok=True)
         if newest != "hf":
             shutil.rmtree(run / "checkpoints")
+
+
+def test_a_checkpoint_that_is_not_needed_is_not_read(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be read for now refuses only the evaluations of itself."""
+    run, read = Path(shutil.copytree(trained, tmp_path / "run", symlinks=True)), checkpoint_dir._read_manifest
+
+    def denied(path: Path) -> Any:
+        if path.parent.name == unread:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(checkpoint_dir, "_read_manifest", denied)
+    monkeypatch.setattr(checkpoint_dir, "_TRY_AFTER_S", (0.0,))
+    unread = "step_000002"
+    assert prepare(EvalArguments(str(run), step=1))[1].name == "step_000001"
+    assert prepare(EvalArguments(str(run)))[1].name == "hf"
+    with pytest.raises(UserError, match="no such checkpoint; there are: 1, 2"):
+        prepare(EvalArguments(str(run), step=3))
+    (run / "summary.json").unlink()
+    for step in (2, None):
+        with pytest.raises(UserError, match="cannot be read now"):
+            prepare(EvalArguments(str(run), step=step))
+    unread = "step_000001"
+    assert prepare(EvalArguments(str(run)))[1].name == "step_000002"
 
 
 @pytest.mark.parametrize("held", ["[1]", "{a: 3}", "{a: {path: []}}", "x"])

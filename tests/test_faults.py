@@ -388,31 +388,49 @@ def test_a_full_log_does_not_end_the_run(files: Path, tmp_path: Path, capfd: pyt
     assert "error: stdout cannot be written: No space left on device" in capfd.readouterr().err
 
 
-def _train_and_lose_the_lock(files: Path, run_dir: Path) -> int:
-    """On a rank: in its second step, somebody else takes the directory over."""
+def _train_and_lose_the_lock(files: Path, run_dir: Path, name: str, count: int, aborts: bool) -> int:
+    """On a rank: in a call of the loop's, somebody else takes the directory over."""
     from dppo_megatron.steps.loop import Loop
 
-    plain, calls = Loop.generate, itertools.count(1)
+    plain, calls = getattr(Loop, name), itertools.count(1)
 
-    def generate(self: Loop, *arguments: Any) -> Any:
-        if next(calls) == 2:
+    def taken_over(self: Loop, *arguments: Any) -> Any:
+        if next(calls) == count:
             (run_dir / "lock.json").unlink()
             (run_dir / "lock.json").write_text("{}")
+            if aborts:
+                raise RunAborted("no rollout server answers")
         return plain(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Loop, "generate", generate)
+        patch.setattr(Loop, name, taken_over)
         return _command_line(files, run_dir, SHORT)
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "aborts", "recorded", "saved"),
+    [
+        ("generate", 2, False, [0, 1], {"latest", "step_000001"}),
+        ("evaluate", 1, True, [], set()),
+        ("evaluate", 2, False, [0, 1, 2], {"latest", "step_000002", "step_000003"}),
+    ],
+)
 def test_a_trainer_that_was_taken_over_from_writes_nothing_more(
-    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    files: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str,
+    count: int,
+    aborts: bool,
+    recorded: list[int],
+    saved: set[str],
 ) -> None:
-    assert run_ranks(_train_and_lose_the_lock, 1, files, tmp_path / "run") == [2]
+    assert run_ranks(_train_and_lose_the_lock, 1, files, tmp_path / "run", name, count, aborts) == [2]
     assert "lock.json was replaced while this trainer ran" in capfd.readouterr().err
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [0, 1]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == recorded
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert names == {"latest", "step_000001"} and (tmp_path / "run" / "lock.json").read_text() == "{}"
+    assert names == saved and (tmp_path / "run" / "lock.json").read_text() == "{}"
 
 
 def test_lines_are_whole_and_json(tmp_path: Path) -> None:

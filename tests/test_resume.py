@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -28,8 +30,10 @@ from dppo_megatron.config import load_config
 from dppo_megatron.config.changes import FREE, check_changes, config_values, saved_values
 from dppo_megatron.job import prepare_job
 from dppo_megatron.observe import watchdog
+from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run, Stopped
+from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.cli import main
@@ -244,6 +248,9 @@ def test_a_new_run_from_a_checkpoint_of_another(files: Path, whole: dict[str, Pa
     assert [row["step"] for row in read_metrics(tmp_path / "fork")] == [3, 4]
     mine, theirs = read_metrics(tmp_path / "fork")[0], read_metrics(whole["tp1"])[-1]
     assert mine.items() <= theirs.items()  # which evaluated at its own last step
+    run_whole(files, tmp_path / "none", 1, SHORT | {"checkpoint__resume": whole["tp1"] / "checkpoints" / "step_000003"})
+    [line] = read_metrics(tmp_path / "none")  # no step is left: the line has its own evaluation, no training of its own
+    assert line["step"] == 3 and {key.partition("/")[0] for key in line} == {"step", "eval"}
 
 
 def _signalled(files: Path, run_dir: Path, extra: dict[str, Any], number: int) -> int:
@@ -330,6 +337,47 @@ def test_a_checkpoint_does_not_wait_for_the_evaluation(files: Path, tmp_path: Pa
     assert scores == [(row["step"], nearly(row["eval/heldout/pass@1"])) for row in read_metrics(run_dir)]
     assert [event.step for event in tracked.Scalars("reward/mean")] == [1, 2, 3]
     assert [event.step for event in tracked.Tensors("samples/text_summary")] == [1, 2, 3]
+
+
+def _resume_counting(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
+    """On a rank: the number of evaluations that the run makes."""
+    calls, plain = list[Any](), Loop.evaluate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "evaluate", lambda self, *names: calls.append(names) or plain(self, *names))
+        assert train_or_die(files, run_dir, 1, extra, None) == 0
+    return len(calls)
+
+
+def test_a_kill_in_an_evaluation_costs_no_step(files: Path, tmp_path: Path) -> None:
+    """Also of an asynchronous save: its checkpoint is complete before the evaluation begins. A set that is added then
+    begins with that evaluation, which is made once."""
+    extra = SHORT | {"eval__every_steps": 1, "checkpoint__async_save": True}
+    assert run_killed(files, tmp_path / "run", 1, extra, Kill("evaluate", 3))
+    assert os.readlink(tmp_path / "run" / "checkpoints" / "latest") == "step_000002"
+    extra |= {"steps": 2, "data__eval_paths.new": files / "heldout.jsonl"}
+    assert run_ranks(_resume_counting, 1, files, tmp_path / "run", extra) == [1]
+    summary, line = json.loads((tmp_path / "run" / "summary.json").read_text()), read_metrics(tmp_path / "run")[-1]
+    assert summary["eval_before"]["new"] == summary["eval_after"]["new"] == line["eval/new/pass@1"]
+    assert summary["eval_before_step"] == {"new": 2} and summary["eval_before"].keys() == {"heldout", "new"}
+
+
+def _resume_unread(files: Path, run_dir: Path, extra: dict[str, Any]) -> str:
+    """On a rank: with a metrics.jsonl that cannot be read; how the start ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        unread = PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
+        patch.setattr(RunDirectory, "metrics_of", Mock(side_effect=unread))
+        with pytest.raises(UserError) as error:
+            train_or_die(files, run_dir, 2, extra, None)
+    return str(error.value)
+
+
+def test_a_record_that_cannot_be_read_is_a_sentence_on_every_rank(files: Path, tmp_path: Path) -> None:
+    """For the trackers, only rank 0 reads it; the lock is released."""
+    extra = SHORT | {"steps": 1, "observe__trackers": "[tensorboard]"}
+    run_whole(files, tmp_path / "run", 1, extra)
+    said = run_ranks(_resume_unread, 2, files, tmp_path / "run", extra)
+    assert said == [said[0]] * 2 and "cannot be written: Permission denied (metrics.jsonl)" in said[0]
+    assert not (tmp_path / "run" / "lock.json").exists()
 
 
 def _signalled_in_sft(files: Path, run_dir: Path) -> str:

@@ -209,6 +209,20 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
 
 
+def test_a_line_that_waits_does_not_go_into_another_trainers_record(tmp_path: Path) -> None:
+    said, files = logged_lines(), RunDirectory(tmp_path)
+    files.open_record(Config(), {"format": "x"}, None, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonLines, "_write_waiting", lambda self: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        files.write("metrics.jsonl", {"step": 1})
+    for name in ("lock.json", "metrics.jsonl"):
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_text("{}\n")
+    files.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    assert "metrics.jsonl ends 1 lines early" in said[-1] and "was replaced while this trainer ran" in said[-1]
+
+
 def _exchanged(lines: JsonLines, path: Path, flags: int) -> None:
     """The descriptor leads to `path` instead."""
     os.dup2(other := os.open(path, flags), lines._file.fileno())

@@ -261,17 +261,15 @@ def _find_target(text: str, step: int | None) -> _Target:
 
 def _of_run(run: Path, step: int | None) -> _Target:
     found = named(run / "checkpoints")
-    steps = {number: path for number, path in found if not isinstance(read_manifest(path), str)}
-    if step is not None:
-        if step not in steps:
-            existing = ", ".join(str(number) for number in sorted(steps)) or "none"
-            raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {existing}")
-        model = steps[step]
-    elif (run / "hf" / "config.json").is_file() and ((run / "summary.json").is_file() or not steps):
-        model = run / "hf"  # without summary.json, hf/ is from an earlier end of a run that has been resumed
-    elif steps:
-        model = steps[max(steps)]
-    else:
+    fitting = (path for number, path in reversed(found) if step in (None, number))
+    complete = (path for path in fitting if not isinstance(read_manifest(path), str))  # reads no more than needed
+    hf = run / "hf" if step is None and (run / "hf" / "config.json").is_file() else None
+    # without summary.json, hf/ is from an earlier end of a run that has been resumed
+    model = hf if hf and (run / "summary.json").is_file() else next(complete, hf)
+    if model is None and step is not None:
+        existing = ", ".join(str(number) for number, _ in found if number != step) or "none"
+        raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {existing}")
+    if model is None:
         raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
     return _Target(model, run / "eval" / model.name, saved_values(run / "config.yaml"), str(run / "config.yaml"))
 

@@ -116,11 +116,12 @@ class Summary:
         self.train_s = self.phase_s["step"]
 
     def add_evaluation(self, step: int, scores: dict[str, float | None]) -> None:
-        """Add the scores after `step`; those of step 0 are the ones before training."""
+        """Add the scores after `step`; the first ones of a set are those before training."""
+        new = {name: score for name, score in scores.items() if name not in self.eval_before}
+        self.eval_before |= new
         if step:
+            self.eval_before_step |= dict.fromkeys(new, step)
             self.eval_after = scores or self.eval_after
-        else:
-            self.eval_before = scores
 
     def write(self, path: Path) -> None:
         """Write as JSON, atomically."""

@@ -166,9 +166,11 @@ class RunDirectory:
         """Write the waiting lines, or log a warning with the number that could not be written; release the lock."""
         for name, lines in self._lines.items():
             try:
-                log(*lines.flush())
-            except OSError as error:
-                log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error.strerror})")
+                if lines.num_waiting:
+                    self.check()  # else they would go into the record of another trainer
+                    log(*lines.flush())
+            except (OSError, UserError) as error:
+                log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error})")
             lines.close()
         self._lines = {}
         self._lock.release()
