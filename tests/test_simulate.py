@@ -224,6 +224,7 @@ def test_a_setting_that_only_one_line_has_is_a_change(tmp_path: Path) -> None:
     config.data.train_sets = {"a": TrainSetConfig(path="a", weight=3.0)}
     weighted = trace_header(config, {"": 200}, features)
     config.objective.kl.coef, config.objective.kl.estimator, config.objective.dual_clip = 0.5, "k2", 3.0
+    config.rollout.sampling.top_p, config.rollout.quantization = 0.9, "fp8"
     sloped = trace_header(config, {"": 200}, features)
     for first, then, changed in (
         (one_set, weighted, {"set_weights": None, "set_weights.a": 3.0}),

@@ -71,6 +71,7 @@ def _read_by_selection(header: dict[str, Any], where: str) -> dict[str, Any]:
     settings = selection_settings(config_from_values(header["config"], where))
     values = asdict(settings) | {"sets": header["set_sizes"]}
     values["objective"] = {name: values["objective"][name] for name in _OF_OBJECTIVE}
+    del values["quantized"], values["truncated"]  # these decide labels only
     return flat(values) | {"slope at advantage 0": zero_advantage_slope(settings.objective)}
 
 
