@@ -333,12 +333,13 @@ class Run:
         for name, before in saved.items():
             if now.get(name) != before:  # from here on it is another set, or none
                 self.summary.eval_before.pop(name, None)
+        self.summary.eval_after = {name: score for name, score in self.summary.eval_after.items() if name in now}
         if self._due is None:  # else all are evaluated soon
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
         """Evaluate sets that were added or changed since the run was last started: `step`, from which it resumes, is
-        their score before training. Drop the final scores of sets that were removed.
+        their score before training.
 
         Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
         """
@@ -347,7 +348,6 @@ class Run:
         scores = self.loop.evaluate(new) if new else []
         summary.eval_before |= _averages(scores)
         summary.eval_before_step |= dict.fromkeys(new, step)
-        summary.eval_after = {name: score for name, score in summary.eval_after.items() if name in names}
         if step >= self.last_step:  # no further training: this is also the final score
             summary.eval_after |= _averages(scores)
         log(*(f"step {step:>4}, first evaluation of a new or changed set: {one.line()}" for one in scores))

@@ -177,8 +177,10 @@ def test_a_set_by_another_setting_is_the_same_set(tmp_path: Path) -> None:
         again = UnfinishedSamples(tmp_path, now)
         assert len(again.samples) == 1
         again.close()
-    later = about | {"quantization": "off", "server_args": ["--x"]}  # which that version did not write
+    later: dict[str, Any] = about | {"quantization": "off", "server_args": []}  # which that version did not write
     UnfinishedSamples(tmp_path, later).close()
+    with pytest.raises(UserError, match=r"\(quantization: 'off', now 'fp8'; server_args: \[\], now \['--x'\]\)"):
+        UnfinishedSamples(tmp_path, later | {"quantization": "fp8", "server_args": ["--x"]})
     with pytest.raises(UserError, match=r"\(dtype: None, now 'bfloat16'\)"):
         UnfinishedSamples(tmp_path, later | {"dtype": "bfloat16"})
     about["sets"]["x.y"]["template"]["chat_template_kwargs"]["key"] = 2

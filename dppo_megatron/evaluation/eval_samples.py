@@ -339,9 +339,10 @@ def _read(text: bytes, graded_by: str | None = None) -> tuple[dict[str, Any] | N
 
 
 def difference(head: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing, or what earlier versions lack."""
-    about = {name: one for name, one in about.items() if name in head or name not in ("quantization", "server_args")}
-    before, now = (flat(_without_keys(one)) for one in (head, json.loads(json.dumps(about, default=str))))
+    """What differs, as `reward.function: 'math', now 'my:grade'`; empty: nothing."""
+    lacking = {"quantization": "off", "server_args": []}  # in files of earlier versions
+    both = lacking | dict(head), lacking | json.loads(json.dumps(about, default=str))
+    before, now = (flat(_without_keys(one)) for one in both)
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     texts = [f"{key}: {before.get(key)!r}, now {now.get(key)!r}" for key in changed[:3]]
     return "; ".join(texts) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")

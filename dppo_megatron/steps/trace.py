@@ -17,7 +17,7 @@ import numpy as np
 
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.load import config_from_values, config_values
-from dppo_megatron.config.objective import zero_advantage_slope
+from dppo_megatron.config.objective import is_linear_in_advantage, is_linear_off_policy, zero_advantage_slope
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.files import open_to_read, replacing
@@ -32,7 +32,7 @@ FORMAT = "dppo_megatron trace 1"
 MOST_IN_HEADER = 10_000
 """Prompts: 130 kB. A million would make a first line of 13 MB, parsed and rewritten whenever the trace is full."""
 _OF_OBJECTIVE = ("advantage", "advantage_eps", "normalization", "overlong", "updates_per_step")
-"""Settings of the objective that the selection reads, beside the loss's slope at advantage 0."""
+"""Settings of the objective that the selection reads, beside what `_read_by_selection` derives from the loss."""
 _GONE = object()  # the value of a setting that only the other line has
 _BYTES_A_TOKEN = 16
 """Token id and two log-probabilities (engine, actor) at 4 bytes each, and about 4 characters of text."""
@@ -71,8 +71,14 @@ def _read_by_selection(header: dict[str, Any], where: str) -> dict[str, Any]:
     settings = selection_settings(config_from_values(header["config"], where))
     values = asdict(settings) | {"sets": header["set_sizes"]}
     values["objective"] = {name: values["objective"][name] for name in _OF_OBJECTIVE}
-    del values["quantized"], values["truncated"]  # these decide labels only
-    return flat(values) | {"slope at advantage 0": zero_advantage_slope(settings.objective)}
+    del values["quantized"], values["truncated"]  # these decide labels of what no replay has
+    of_loss = {  # which decide the ledger's labels
+        "slope at advantage 0": zero_advantage_slope(settings.objective),
+        "linear in the advantage": is_linear_in_advantage(settings.objective),
+        "linear off policy": is_linear_off_policy(settings.objective),
+        "own code": settings.objective.has_own_code,
+    }
+    return flat(values) | of_loss
 
 
 def write_features(directory: Path, features: PromptFeatures) -> None:

@@ -147,7 +147,15 @@ CASES = [
     case(r"\text{3-4-5 triangle}", ["3 4 5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
     case(r"\text{slope is pi}", [], [r"\text{slope is - pi}", r"\text{slope is -pi}"]),
     case(r"\text{between 2 and 3}", [], ["between 2 and-3", "between 2 and -3"]),
-    case("self - inverse", ["self-inverse", r"\text{self-inverse}"], ["inverse"]),
+    case("self - inverse", ["self-inverse"], ["inverse"]),
+    case(
+        r"\text{revenue} - \text{cost}",
+        [r"\text{revenue - cost}"],
+        [r"\text{revenue}\text{cost}", r"\text{revenue cost}"],
+    ),
+    case(r"\text{Monday - Friday}", [], [r"\text{Monday, Friday}"]),
+    *(case(rf"\text{{{word} 3}}", [], [rf"\text{{{word}-3}}"]) for word in ("of", "at", "below", "was", "minimum")),
+    case(r"\text{degree at most }n-1", [], [r"\text{degree at most }n1"]),
     case("152A_{11}", right=["152A_{11}", "152a_{11}"], wrong=["152_{11}", "152B_{12}"]),
     case(
         r"\text{4:30 p.m.}",

@@ -19,9 +19,9 @@ from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
-_HYPHEN = regex(
-    r"(?<=\w)-(?! ?\d)|(?<=[a-z])(?<!most|than|east|uals|bout| and)(?<! is| to| by)-(?=\d)"  # Type-2; not at most-3
-    r"|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)|(?<=[a-z]{2}) - (?=[a-z]{3})(?!inf)"  # $x$-axis, self - inverse
+_HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
+_NUMBERED = regex(
+    r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
 )
 _RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6
@@ -310,7 +310,8 @@ def _folded(text: str) -> str:
     if text in ("dne", "d n e"):
         return "doesnotexist"
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
-    text = _HYPHEN.sub(" ", _RUN.sub(lambda run: run.group().replace("-", " "), text))
+    text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
+    text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
     words = [word for word in text.split() if word not in _ARTICLES]
     if MONTHS & set(words):  # 12th of May
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
