@@ -350,10 +350,14 @@ def _resume_counting(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
 
 def test_a_kill_in_an_evaluation_costs_no_step(files: Path, tmp_path: Path) -> None:
     """Also of an asynchronous save: its checkpoint is complete before the evaluation begins. A set that is added then
-    begins with that evaluation, which is made once."""
+    begins with that evaluation, which is made once; one that is removed leaves no final score."""
     extra = SHORT | {"eval__every_steps": 1, "checkpoint__async_save": True}
     assert run_killed(files, tmp_path / "run", 1, extra, Kill("evaluate", 3))
     assert os.readlink(tmp_path / "run" / "checkpoints" / "latest") == "step_000002"
+    shutil.copytree(tmp_path / "run", tmp_path / "without", symlinks=True)
+    run_whole(files, tmp_path / "without", 1, extra | {"steps": 2, "data__eval_paths": {}})
+    without = json.loads((tmp_path / "without" / "summary.json").read_text())
+    assert without["eval_before"] == without["eval_after"] == {}
     extra |= {"steps": 2, "data__eval_paths.new": files / "heldout.jsonl"}
     assert run_ranks(_resume_counting, 1, files, tmp_path / "run", extra) == [1]
     summary, line = json.loads((tmp_path / "run" / "summary.json").read_text()), read_metrics(tmp_path / "run")[-1]
