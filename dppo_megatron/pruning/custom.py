@@ -28,7 +28,7 @@ weights or replace a part of a built-in method.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -195,41 +195,46 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def try_again(self, rows: Any, others: Any, step: int, updates: int, later: int, steps: int) -> None:
-        """What follows the first choice, in the trial; `rows` and `others` are as many candidates of different prompts.
-        Raises `UserError` if equal arguments get different answers and no state is saved, or if a `Draw` repeats where
-        it has to be independent: its least certain row bounds the chance of that, since all may be kept together.
-        Rows are offered again `later` steps after, if the run's `steps` last until then, and may be drawn once in that
-        time. A step has `updates`."""
+    def try_again(self, offer: Callable[[int], tuple[Any, Any, int]], updates: int, later: int, steps: int) -> None:
+        """What follows the first choice, in the trial. Raises `UserError` if equal arguments get different answers and
+        no state is saved, or if a `Draw` repeats where it has to be independent: its least certain row bounds the
+        chance of that, since all may be kept together. `offer(draw)` gives rows, as many others, and their step, below
+        the run's `steps` or unused. A step has `updates`; rows come again, and may be drawn anew, `later` steps after.
+        """
 
         def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
-            choice = self._call_choose(copy.deepcopy(given), len(rows), at, minibatch)
+            choice = self._call_choose(copy.deepcopy(given), len(same), at, minibatch)
             return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
 
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(rows, step, 0)[0]
+        same, _, start = offer(0)
+        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(same, start, 0)[0]
         instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
-        has_state = self.own_class.own_state is not CustomPolicy.own_state  # `feedback` may change what it draws from
-        if not (has_state or all(np.array_equal(first, answer(rows, step, 0)[0]) for _ in range(10))):
+        has_state = self.own_class.own_state is not CustomPolicy.own_state  # it may draw from what it learns in a step
+        if not (has_state or all(np.array_equal(first, answer(same, start, 0)[0]) for _ in range(10))):
             raise UserError(
                 f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
             )
-        tried = [("the next update", others, 0, 1)] * (updates > 1)
-        if not has_state and step + later < steps:
-            tried.append(("the next step" if later == 1 else "the next epoch", rows, later, 0))
-        for what, given, shift, minibatch in tried:
-            chance = 1.0
-            for draw in range(_TRIAL_DRAWS):
-                now = step + draw * later
-                (kept, _), (again, pi) = answer(rows, now, 0), answer(given, now + shift, minibatch)
-                self.feedback(StepCost(draw * later + 1, 1.0, 1.0, 1.0))  # what a state draws, it may draw here
+        later_on = "the next step" if later == 1 else "the next epoch"
+        chance = dict.fromkeys(["the next update"] * (updates > 1) + ["the next step", later_on] * (not has_state), 1.0)
+        for draw in range(_TRIAL_DRAWS):
+            rows, others, now = offer(draw)
+            pairs = {  # the last one from epoch to epoch, since all rows of an epoch may share a draw
+                "the next update": ((rows, now, 0), (others, now, 1)),
+                "the next step": ((rows, now, 0), (others, now + 1, 0)),
+                later_on: ((same, start + draw * later, 0), (same, start + (draw + 1) * later, 0)),
+            }
+            chance = {what: chance[what] for what in chance if pairs[what][1][1] < steps}
+            for what in list(chance):
+                (kept, _), (again, pi) = (answer(*arguments) for arguments in pairs[what])
                 least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
+                chance[what] *= least
                 if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
-                    break
-                chance *= least
-                if chance < 1e-6:
+                    del chance[what]
+                elif chance[what] < 1e-6:
                     raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
-        if not tried:
-            self.feedback(StepCost(1, 1.0, 1.0, 1.0))
+            self.feedback(StepCost(draw + 1, 1.0, 1.0, 1.0))
+            if not chance:
+                break
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):

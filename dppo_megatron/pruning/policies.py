@@ -33,6 +33,7 @@ from dppo_megatron.pruning.prompt_baselines import (
     WeightedGresoPolicy,
 )
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
+from dppo_megatron.randomness import generator
 from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
@@ -134,7 +135,9 @@ def _random_state_restored() -> Iterator[None]:
 
 
 @_random_state_restored()
-def try_policies(config: PruningConfig, groups: int, size: int, longest: int, slope: float, updates: int) -> None:
+def try_policies(
+    config: PruningConfig, groups: int, size: int, longest: int, slope: float, updates: int, steps: int
+) -> None:
     """Make the user's own policies once before anything is loaded, and let the completion policy choose from a made-up
     batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one. Raises UserError."""
     if is_plugin(config.completion.method):
@@ -157,7 +160,7 @@ def try_policies(config: PruningConfig, groups: int, size: int, longest: int, sl
             policy.prune(batch.take(rows), step=policy.warmup_steps)
         first = batch.take(np.arange(max(groups // 2, 1) * size))
         others = replace(first, prompt_index=first.prompt_index + len(first) // size)
-        cast(Plugged, policy).try_again(first, others, policy.warmup_steps, updates, 1, _TRIAL_STEPS)
+        cast(Plugged, policy).try_again(lambda draw: (first, others, policy.warmup_steps + draw), updates, 1, steps)
     if is_plugin(config.prompt.method):
         try:
             make_prompt_policy(
@@ -179,13 +182,19 @@ def try_prompt_policy(
     if is_plugin(config.method):
         run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _TRIAL_STEPS, "seed": 0}
         policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **run)
-        ids = np.arange(min(offered, len(features.level)))
-        policy.observe(ids, *_made_up_outcomes(len(ids), size, limit), step=0)
-        policy.select(ids, step=policy.warmup_steps)
-        first, count = ids[: max(len(ids) // 2, 1)], len(features.level)
-        others, epoch = (first + len(first)) % count, -(-count // offered)
-        updates = min(updates, count)  # a single prompt has no others
-        cast(Plugged, policy).try_again(first, others, policy.warmup_steps, updates, epoch, steps)
+        count, num = len(features.level), min(offered, len(features.level))
+        half, windows, epoch = max(num // 2, 1), count // num, -(-count // offered)
+        order = generator(0, "prompts of a trial").permutation(count)  # a run's prompts have no pattern either
+
+        def offer(draw: int) -> tuple[IntArray, IntArray, int]:  # each step of an epoch has other prompts, all visited
+            step = policy.warmup_steps + draw // windows * epoch + draw % windows
+            ids = np.unique(order[(draw % windows * num + np.arange(max(num, 2 * half))) % count])
+            policy.observe(ids, *_made_up_outcomes(len(ids), size, limit), step=max(min(step, steps) - 1, 0))
+            return ids[:half], ids[half : 2 * half], step
+
+        offer(0)
+        policy.select(order[:num], step=policy.warmup_steps)
+        cast(Plugged, policy).try_again(offer, min(updates, count), epoch, steps)  # a single prompt has no others
 
 
 def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:

@@ -318,8 +318,39 @@ class Drawn(Saving):
         return []
 
 
+class Learning(Drawn):
+    """The same, but it draws when it learns what was visited."""
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        super().feedback(StepCost(step + 1, 1.0, 1.0, 1.0))
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        return []
+
+
 def coins(*key: int, count: int, pi: float = 0.5) -> Draw:
     return Draw(np.random.default_rng(key).random(count) < pi, np.full(count, pi), fixed_size=False)
+
+
+class Designed(CustomPromptPolicy):
+    """By `design(prompts, step, minibatch, epoch)`."""
+
+    design: Any = None
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        epoch = step * self.prompts_per_step // len(self.history)
+        drawn: Choice = self.design(prompt_index, step, minibatch, epoch)
+        return drawn
+
+
+class DesignedToo(CustomCompletionPolicy):
+    """The same; no completion policy knows the epoch."""
+
+    design: Any = None
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        drawn: Choice = self.design(100 * batch.prompt_index + batch.completion_index, step, minibatch, 0)
+        return drawn
 
 
 class OncePerEpoch(CustomPromptPolicy):
