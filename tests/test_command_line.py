@@ -182,7 +182,7 @@ def _stops(where: str) -> tuple[int, str]:
         elif where == "canary":
             canary_difference(["a"], [np.zeros(2)], [np.ones(2)], 0.5)
         elif where == "updates":
-            counts = SimpleNamespace(skipped_in_a_row=2, skipped_samples="3:1")
+            counts = SimpleNamespace(failed_policy="", skipped_in_a_row=2, skipped_samples="3:1")
             guard = SimpleNamespace(max_skipped_updates=2)
             run = SimpleNamespace(loop=counts, _config=SimpleNamespace(guard=guard), _how_to_resume=str)
             Run._check_guard(cast(Run, run), 7)

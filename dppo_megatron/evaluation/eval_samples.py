@@ -187,7 +187,9 @@ def read_results(path: Path) -> dict[str, Any]:
     """Read a results.json. Raises UserError if it cannot be read, or is not one."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT or not all(isinstance(one, dict) for one in raw["sets"].values()):
+        sets = raw["sets"].values()
+        inner = (one.get(key) or {} for one in sets for key in ("reward", "template"))
+        if raw["format"] != FORMAT or not all(isinstance(one, dict) for one in (*sets, *inner, raw.get("graders", {}))):
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

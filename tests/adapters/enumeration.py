@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dppo_megatron.config.pruning import PromptPruningConfig
 from dppo_megatron.pruning import CompletionBatch, LedgerRow, Selection, StepCost
 
 PROMPTS, GROUP = 2, 4
@@ -25,6 +26,10 @@ class Played:
     prompts: np.ndarray = field(default_factory=lambda: np.ones(PROMPTS, dtype=bool))
     completions: np.ndarray = field(default_factory=lambda: np.ones(PROMPTS * GROUP, dtype=bool))
     weighs: bool = True
+
+    def in_unit(self, _: PromptPruningConfig) -> str:
+        """Takes any reward."""
+        return ""
 
     @property
     def prompt_prob(self) -> np.ndarray:
