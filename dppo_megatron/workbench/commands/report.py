@@ -34,15 +34,17 @@ def execute(arguments: argparse.Namespace) -> int:
     runs: list[Path] = arguments.runs
     out: Path = arguments.out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     check_writable("--out", out, directory=False)
-    records = []
+    records, without_step = [], list[NoStep]()
     with progress("reading", len(runs), "runs") as advance:
         for run in counted(runs, advance):
             try:
                 records.append(read_run(run))
             except NoStep as error:
-                show(f"warning: {error}; it is left out", file=sys.stderr)
+                without_step.append(error)
     if not records:
-        raise UserError("there is no step to report; dppo-megatron watch RUN shows what a run is doing")
+        raise UserError(f"{without_step[0]}; dppo-megatron watch RUN shows what a run is doing")
+    for one in without_step:
+        show(f"warning: {one}; it is left out", file=sys.stderr)
     with progress(f"writing {out}"):
         write_page(out, records)
     show(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
