@@ -203,6 +203,9 @@ def rewind(
         (found.later, "redone", f"{path}: lines after step {last_step}"),
     ):
         if parts:
+            # a kill between a write and `_bound` leaves more than fits
+            while max_bytes and len(parts) > 1 and sum(size + 1 for _, size, _ in parts) > max_bytes:
+                parts = parts[1:]
             target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
             make_directory(target.parent)
             _make_room(target, sum(size + 1 for _, size, _ in parts), max_bytes)
