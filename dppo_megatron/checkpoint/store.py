@@ -267,10 +267,10 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
             # not checked here whether the ranks' shards fit together: the next save does that
             loaded = dist_checkpointing.load(template, str(directory), validate_access_integrity=False)
     except (pickle.UnpicklingError, CheckpointException) as error:
-        if "Global shape mismatch" in (said := str(error)):
-            shapes = said.splitlines()[-1].partition(": ")[2]
+        if "Global shape mismatch" in (message := str(error)):
+            shapes = message.splitlines()[-1].partition(": ")[2]
             raise UserError(f"'{directory}': the run that wrote it trained another model: {shapes}") from None
-        if "weights_only" not in said:
+        if "weights_only" not in message:
             raise
         raise UserError(f"'{directory}' cannot be loaded: it holds a pickle that would have to run code") from None
     actor.load_sharded_state(loaded["actor"])

@@ -86,7 +86,7 @@ class DppoPromptPolicy(PromptPolicy):
 
     @classmethod
     def in_unit(cls, config: PromptPruningConfig) -> str:
-        """With one of the scores."""
+        """With `score=beta`, whose posterior counts rewards as successes."""
         counts = config.score == "beta"
         return "pruning.prompt.score = beta counts successes; score=rms takes any reward" if counts else ""
 
