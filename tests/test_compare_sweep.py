@@ -22,7 +22,7 @@ from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.compare import runs as compare_runs
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point, with_zeros
 from dppo_megatron.workbench.compare.runs import StoppedByGuard
-from dppo_megatron.workbench.compare.sweep import RungRow, candidates, halve, parse_grid
+from dppo_megatron.workbench.compare.sweep import RungRow, arm_with_settings, candidates, halve, parse_grid
 
 CONFIG = str(REPOSITORY / "configs" / "quickstart.yaml")
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"
@@ -304,6 +304,40 @@ def test_methods_have_no_prompts_of_their_own_in_a_sweep(swept: Callable[..., tu
     assert swept("--sweep", "--methods", "grop") == (2, [])
 
 
+def test_an_arm_with_settings_of_its_own(job: list[str]) -> None:
+    """Is the sweep's candidate of these settings, with its own steps; without `steps`, with the candidate's."""
+    config = load_config(CONFIG, [*job, f"{GROUP}=4", "steps=24", "eval.every_steps=6"], writes_run=False)
+    grid = {PROMPTS: ["8"], GROUP: ["2"], RATE: ["1e-3"]}
+    [candidate] = candidates("dppo", grid, config, 1.0)
+    text = f"dppo {PROMPTS}=8 {GROUP}=2 {RATE}=1e-3"
+    assert arm_with_settings(text, config) == candidate and candidate.steps == 96
+    arm = arm_with_settings(f"{text} steps=60", config)
+    assert (arm.name, arm.method, arm.steps) == ("dppo@8,2,1e-3,60", "dppo", 60)
+    loaded = load_config(CONFIG, [*job, *arm.settings], writes_run=False)
+    assert (loaded.steps, loaded.eval.every_steps, loaded.rollout.prompts_per_step) == (60, 24, 8)
+    assert arm_with_settings("grpo", config).steps == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arm", "dppo@8 steps=3"], "expected a method and settings"),
+        (["--arm", "dppo steps=0"], "expected a method and settings"),
+        (["--arm", "dppo steps"], "expected a method and settings"),
+        (["--arm", ""], "expected a method and settings"),
+        (["--arm", "dpo steps=3"], "dpo"),
+        (["--arm", "dppo seed=3"], "--arm seed: compare sets it itself for dppo"),
+        (["--methods", "grpo@16", "--arm", f"grpo {PROMPTS}=16"], "two are the same"),
+        (["--sweep", "--arm", "dppo steps=3"], "--sweep has its own settings"),
+    ],
+)
+def test_arms_that_are_none(
+    swept: Callable[..., tuple[int, list[str]]], capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert swept(*options) == (2, [])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("baseline", ["grpo", "grpo_nonzero"])
 def test_what_a_sweep_found_is_compared_on_other_seeds(
     swept: Callable[..., tuple[int, list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str], baseline: str
@@ -318,6 +352,8 @@ def test_what_a_sweep_found_is_compared_on_other_seeds(
     assert {one for one in started if not one.endswith("start")} == {
         f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in {"grpo", baseline, "dppo"}
     }
+    again, one_more = swept("--tuned", best, "--seeds", "2", "seed=50", "--arm", f"grpo {PROMPTS}=8 steps=2")
+    assert (again, one_more) == (0, ["seed50 grpo@8,2", "seed51 grpo@8,2"]), "what has run is kept"
     capsys.readouterr()
     for options in (["--sweep"], ["--methods", "dppo"], ["--steps-factor", "2"], ["--tuned", CONFIG]):
         assert swept("--tuned", best, *options) == (2, [])

@@ -17,6 +17,8 @@ All candidates run on one seed, the better half on a second, its better half on 
 best of each method; sweep.json has every rung. Their scores on these seeds flatter them, so judge them on others:
 
   dppo-megatron compare configs/quickstart.yaml seed=100 --seeds 10 --tuned compare/sweep.json --out judged
+
+--arm 'METHOD KEY=VALUE ...' adds a method with settings of its own, steps among them, to --methods or --tuned.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--sweep", action="append", nargs="?", const="", metavar="KEY=A,B", help=sweep)
     tuned = "the methods and settings that a sweep found best, instead of --methods"
     command.add_argument("--tuned", type=Path, metavar="SWEEP.json", help=tuned)
+    own = "also compare METHOD with these settings; can be repeated"
+    command.add_argument("--arm", action="append", default=[], metavar="'METHOD KEY=VALUE ...'", help=own)
     command.add_argument("--out", type=Path, default=Path("compare"), help="where to write (default: compare/)")
 
 
@@ -67,7 +71,12 @@ def execute(arguments: argparse.Namespace) -> int:
     methods = arguments.methods or (_SWEPT if swept else _METHODS)
     if arguments.tuned and (swept or arguments.methods or factor != 1):
         raise UserError("--tuned names methods and settings: leave out --methods, --sweep and --steps-factor")
+    if arguments.arm and swept:
+        raise UserError("--arm is for --methods or --tuned; --sweep has its own settings")
     arms = sweep.best_of(arguments.tuned, config) if arguments.tuned else compared.parse_arms(methods, config, factor)
+    arms += [sweep.arm_with_settings(text, config) for text in arguments.arm]
+    if len({arm.name for arm in arms}) < len(arms):
+        raise UserError(f"--arm: {', '.join(arm.name for arm in arms)}: two are the same")
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out

@@ -88,17 +88,40 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
     one with a number of prompts, or a setting that a comparison sets by itself."""
     if "@" in methods:
         raise UserError(f"--methods '{methods}': with --sweep the grid has the prompts of a step: {PROMPTS}=A,B")
-    arms = []
-    for method in (arm.name for arm in parse_arms(methods, config, steps_factor)):
-        for point in itertools.product(*grid.values()):
-            values = dict(zip(grid, point, strict=True))
-            (arm,) = parse_arms(f"{method}@{values.pop(PROMPTS)}", _of_group_size(config, values), steps_factor)
-            reserved = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
-            if taken := reserved & values.keys():
-                raise UserError(f"--sweep {taken.pop()}: compare sets it itself for {method}")
-            settings = *arm.settings, *(f"{key}={value}" for key, value in values.items())
-            arms.append(replace(arm, name=",".join([arm.name, *values.values()]), settings=settings))
-    return arms
+    return [
+        _with_values(method, dict(zip(grid, point, strict=True)), config, steps_factor, "--sweep")
+        for method in (arm.name for arm in parse_arms(methods, config, steps_factor))
+        for point in itertools.product(*grid.values())
+    ]
+
+
+def arm_with_settings(text: str, config: Config) -> Arm:
+    """The arm of `--arm`, evaluated after as many completions as the others. Raises UserError as `candidates` does.
+
+    Example: `dppo rollout.prompts_per_step=32 actor.optimizer.learning_rate=5e-4 steps=160`, named
+    `dppo@32,5e-4,160`.
+    """
+    method, *settings = text.split() or [""]
+    values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
+    known = bool(method) and "@" not in method and all(map(_VALUE.fullmatch, values.values()))
+    steps = values.pop("steps", "")
+    if not known or (steps and not (steps.isdecimal() and int(steps))):
+        raise UserError(f"--arm '{text}': expected a method and settings, such as 'grpo {PROMPTS}=32 steps=160'")
+    arm = _with_values(method, {PROMPTS: str(config.rollout.prompts_per_step), **values}, config, 1.0, "--arm")
+    if not steps:
+        return arm
+    return replace(arm, name=f"{arm.name},{steps}", steps=int(steps), settings=(*arm.settings, f"steps={steps}"))
+
+
+def _with_values(method: str, values: Mapping[str, str], config: Config, steps_factor: float, option: str) -> Arm:
+    """`method` with these settings, the prompts of a step among them, and their values in its name."""
+    prompts, others = values[PROMPTS], {key: value for key, value in values.items() if key != PROMPTS}
+    (arm,) = parse_arms(f"{method}@{prompts}", _of_group_size(config, others), steps_factor)
+    reserved = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
+    if taken := reserved & others.keys():
+        raise UserError(f"{option} {taken.pop()}: compare sets it itself for {method}")
+    settings = *arm.settings, *(f"{key}={value}" for key, value in others.items())
+    return replace(arm, name=",".join([arm.name, *others.values()]), settings=settings)
 
 
 def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
