@@ -84,6 +84,7 @@ def _config(directory: Path, model: str, **extra: str) -> Config:
         "model.dtype": "float32",
         "data.train_path": str(directory / "train.jsonl"),
         "data.max_prompt_tokens": "16",
+        "rollout.completions_per_prompt": "8",
         "rollout.sampling.max_completion_tokens": str(_TOKENS),
         "rollout.limits.max_concurrent_sequences": "512",
         "packing.max_tokens_per_microbatch": "8192",

@@ -79,6 +79,7 @@ def make_loop(work: Path, sft_steps: int, prompts_per_step: int) -> Loop:
         "sft.examples_path": work / "sft.jsonl",
         "sft.steps": sft_steps,
         "rollout.prompts_per_step": prompts_per_step,
+        "rollout.completions_per_prompt": 8,
         "pruning.prompt.warmup_epochs": 1,
         "pruning.prompt.anneal_fraction": 1.0,
         "actor.optimizer.distributed": "false",

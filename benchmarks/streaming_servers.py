@@ -92,6 +92,7 @@ def run_s(given: argparse.Namespace, files: Path, run: Path, ahead: int) -> floa
         "rollout.servers.count": 2,
         "rollout.servers.python": given.python,
         "rollout.prompts_per_step": 16,
+        "rollout.completions_per_prompt": 8,
         "rollout.sampling.max_completion_tokens": 64 if given.equal else 512,
         "rollout.async_steps": ahead,
         "rollout.sync.in_flight": "continue",

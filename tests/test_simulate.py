@@ -347,7 +347,7 @@ def test_methods_that_a_trace_does_not_allow_are_left_out(
     )
     features = PromptFeatures(np.full(200, 5), np.zeros(200), np.zeros(200, np.int64), ("",))
     reward = 1 if case == "an allocation" else -1
-    _begin_trace(path, trace_header(config, {"": 200}, features), [reward, *[1] * 7])
+    _begin_trace(path, trace_header(config, {"": 200}, features), [reward, *[1] * 3])
     assert main(["simulate", str(path), "--json", str(tmp_path / "out.json")]) == 0
     said, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     [line] = [one for one in said.splitlines() if "not with these settings: " in one]
@@ -397,10 +397,10 @@ def test_a_trace_without_outcomes_is_refused(
         assert "trace.jsonl': holds no outcomes" in capsys.readouterr().err
 
 
-def _begin_trace(path: Path, header: dict[str, Any], rewards: Sequence[float] = (1,) * 8) -> int:
+def _begin_trace(path: Path, header: dict[str, Any], rewards: Sequence[float] = (1,) * 4) -> int:
     """With one step of one group; returns the bytes of the header."""
     row = {"step": 1, "prompts": [0], "kept": [0], "seconds": dict.fromkeys(("rollout", "update", "other"), 1)}
-    row |= {"rewards": [rewards], "lengths": [[1] * 8], "logit_grad_norm": [[1] * 8]}
+    row |= {"rewards": [rewards], "lengths": [[1] * 4], "logit_grad_norm": [[1] * 4]}
     rewind(path, 1, None, header)
     size = path.stat().st_size
     with path.open("a") as file:

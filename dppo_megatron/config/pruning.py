@@ -119,7 +119,7 @@ class CompletionPruningConfig:
     """Keep a share of the tokens instead of the completions, with probabilities proportional to score / sqrt(cost)."""
     max_design_effect: float = ranged(1.1, "0 or [1, 1e9]", why="1 is the value without pruning")
     """Largest growth of the gradient variance, sum(s^2/pi)/sum(s^2) of the score; 0: no bound. The rate backs off to
-    stay below it. With 1.1 the quickstart's task trains on 16% of the tokens (docs/pruning.md)."""
+    stay below it. With 1.1 the quickstart's task trains on 16% of the tokens of groups of 8 (docs/pruning.md)."""
     fill_slack: bool = True
     """Keep more completions than the rate asks for if the last round of micro-batches has room: less variance without
     another micro-batch, at the cost of the added tokens' time."""

@@ -73,6 +73,7 @@ def settings(files: Path, run_dir: Path, **extra: Any) -> list[str]:
         "sft.steps": 30,
         "sft.examples_per_step": 64,
         "rollout.prompts_per_step": 16,
+        "rollout.completions_per_prompt": 8,
         "rollout.sampling.max_completion_tokens": 16,
         "actor.optimizer.learning_rate": 1e-3,
         "actor.optimizer.lr_warmup_steps": 1,

@@ -40,8 +40,9 @@ def findings(run: RunRecord) -> list[Finding]:
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     differs = f"engine and actor differ by > {alarm:g}"
-    # above a reward of 0.8 there is little left to explore: the quickstart ends like that
+    # above a mean reward of 0.8 there is little left to explore or to train on: the quickstart ends like that
     stopped = "entropy below 0.01, at a mean reward below 0.8: the policy has almost stopped exploring"
+    nothing = "nothing was trained on, at a mean reward below 0.8"
     rules: list[tuple[str, str, Callable[..., bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
@@ -50,7 +51,7 @@ def findings(run: RunRecord) -> list[Finding]:
         ("warning", "kept/mismatch/logprob_abs_diff_mean", lambda v: v > alarm, differs),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy, reward/mean", lambda v, mean: v < 0.01 and mean < 0.8, stopped),
-        ("note", "prune/completions_trained", lambda v: v == 0, "nothing was trained on"),
+        ("note", "prune/completions_trained, reward/mean", lambda v, mean: v == 0 and mean < 0.8, nothing),
         # a step has at least one micro-batch, any part of which may be free
         ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are not half full"),
     ]
