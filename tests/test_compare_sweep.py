@@ -354,6 +354,8 @@ def test_what_a_sweep_found_is_compared_on_other_seeds(
     }
     again, one_more = swept("--tuned", best, "--seeds", "2", "seed=50", "--arm", f"grpo {PROMPTS}=8 steps=2")
     assert (again, one_more) == (0, ["seed50 grpo@8,2", "seed51 grpo@8,2"]), "what has run is kept"
+    alone, same = swept("--seeds", "2", "seed=50", "--arm", f"grpo {PROMPTS}=8 steps=2")
+    assert (alone, same) == (0, []), "without other methods"
     capsys.readouterr()
     for options in (["--sweep"], ["--methods", "dppo"], ["--steps-factor", "2"], ["--tuned", CONFIG]):
         assert swept("--tuned", best, *options) == (2, [])

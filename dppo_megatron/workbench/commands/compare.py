@@ -18,7 +18,8 @@ best of each method; sweep.json has every rung. Their scores on these seeds flat
 
   dppo-megatron compare configs/quickstart.yaml seed=100 --seeds 10 --tuned compare/sweep.json --out judged
 
---arm 'METHOD KEY=VALUE ...' adds a method with settings of its own, steps among them, to --methods or --tuned.
+--arm 'METHOD KEY=VALUE ...' is a method with settings of its own, steps among them, alone or beside --methods or
+--tuned.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
     factor, swept = arguments.steps_factor, arguments.sweep is not None
     grid = sweep.parse_grid(arguments.sweep, config) if swept else {}
-    methods = arguments.methods or (_SWEPT if swept else _METHODS)
+    methods = arguments.methods or (_SWEPT if swept else "" if arguments.arm else _METHODS)
     if arguments.tuned and (swept or arguments.methods or factor != 1):
         raise UserError("--tuned names methods and settings: leave out --methods, --sweep and --steps-factor")
     if arguments.arm and swept:
         raise UserError("--arm is for --methods or --tuned; --sweep has its own settings")
-    arms = sweep.best_of(arguments.tuned, config) if arguments.tuned else compared.parse_arms(methods, config, factor)
+    arms = sweep.best_of(arguments.tuned, config) if arguments.tuned else []
+    if methods and not arguments.tuned:
+        arms = compared.parse_arms(methods, config, factor)
     arms += [sweep.arm_with_settings(text, config) for text in arguments.arm]
     if len({arm.name for arm in arms}) < len(arms):
         raise UserError(f"--arm: {', '.join(arm.name for arm in arms)}: two are the same")
