@@ -1,11 +1,7 @@
 """Token log-probabilities and entropy from hidden states without materializing the logits of a whole pack.
 
-A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and as much again for their gradient. So the
-output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers per
-token, the backward pass computes the logits again. Only positions that predict a completion token are computed, which
-saves part of the cost of the second multiplication. Peak memory beside the model: at most three float32 tensors of
-[chunk, V / tp]. The weight's gradient is added directly to Megatron's float32 gradient buffer; if the weight has none,
-to a float32 tensor of its shape.
+The output projection, the softmax and their backward pass run over chunks of the tokens that predict a completion
+token: the forward pass keeps two numbers per token, the backward pass computes the logits again (docs/actor.md).
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,16 +20,13 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.replay import Recorded
-from dppo_megatron.actor.softmax import BackwardChunk, Projection, Softmax, TorchSoftmax
 from dppo_megatron.types import FloatArray, TrainSample, UserError
 
 
 @dataclass
 class LogprobStore:
-    """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches.
-
-    They stay on the ranks that computed them, a replica's last pipeline stage, because the loss there reads them.
-    """
+    """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches. They stay on the ranks
+    that computed them, a replica's last pipeline stage, because the loss there reads them."""
 
     routes: Recorded | None = None
     """The experts that the pass chose, if it recorded them."""
@@ -161,11 +154,8 @@ def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def choose_softmax(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Softmax, str]:
-    """The softmax for this `actor.logprob_kernel`, and its name for the log, with the reason if it is torch's.
-
-    Raises:
-        UserError: `triton` cannot run here.
-    """
+    """The softmax for this `actor.logprob_kernel`, and its name for the log, with the reason if it is torch's. Raises
+    UserError if `triton` cannot run here."""
     problem = ""
     if device.type != "cuda":
         problem = "there is no CUDA device"
@@ -185,3 +175,104 @@ def choose_softmax(wanted: str, device: torch.device, dtype: torch.dtype) -> tup
 def _chunks(count: int, size: int) -> Iterator[slice]:
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
+
+
+class Softmax(Protocol):
+    """Forward and backward computations on the logits of a chunk of n tokens, over one rank's V / tp columns."""
+
+    def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
+        """Per token, into `out` [4, n]: the largest scaled logit m; sum exp(x - m); sum (x - m) exp(x - m); and the
+        target's scaled logit, 0 if another rank has it. `logits` [n, V / tp] may be overwritten."""
+
+    def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
+        """The gradient of the logits, in their dtype; it may overwrite them."""
+
+
+class BackwardChunk(NamedTuple):
+    """The backward pass's inputs for a chunk of n tokens: [n] each."""
+
+    targets: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+
+
+class Projection(NamedTuple):
+    """The output layer, its vocabulary split over the tensor-parallel ranks."""
+
+    vocab_size: int
+    """Columns from this index on are padding and have probability 0."""
+    temperature: float
+    chunk_tokens: int
+    """Number of tokens whose logits are in memory at a time."""
+    group: dist.ProcessGroup
+    """The tensor-parallel group."""
+    softmax: Softmax
+
+    def num_real(self, columns: int) -> int:
+        """How many of this rank's columns are not padding."""
+        return max(0, min(columns, self.vocab_size - self.first_column(columns)))
+
+    def first_column(self, columns: int) -> int:
+        """The token id of this rank's first column."""
+        return self.group.rank() * columns
+
+
+class TorchSoftmax:
+    """A `Softmax` in torch operations, computed in float32 (float64 for float64 logits)."""
+
+    def statistics(self, logits: Tensor, targets: Tensor, projection: Projection, out: Tensor) -> None:
+        scaled = _scaled(logits, projection, out.dtype)
+        del logits
+        column, inside = _column(targets, scaled.size(-1), projection)
+        # a rank with only padding has the maximum -inf, and -inf - (-inf) is NaN: a finite maximum keeps its sums at 0
+        peak = torch.clamp(scaled.amax(-1), min=torch.finfo(scaled.dtype).min)
+        out[3] = torch.where(inside, scaled.gather(1, column)[:, 0], 0.0)
+        shifted = scaled.sub_(peak[:, None])
+        exp = shifted.exp()
+        shifted[:, projection.num_real(scaled.size(-1)) :] = 0.0  # 0 * -inf would be NaN
+        out[0], out[1] = peak, exp.sum(-1)
+        out[2] = shifted.mul_(exp).sum(-1)
+
+    def gradient(self, logits: Tensor, chunk: BackwardChunk, projection: Projection) -> Tensor:
+        dtype = logits.dtype
+        log_probs = _scaled(logits, projection, chunk.log_normalizer.dtype)
+        del logits
+        log_probs -= chunk.log_normalizer[:, None]
+        if chunk.grad_entropy is None:
+            grad = log_probs.exp_()
+            grad *= -_as_column(chunk.grad_logprobs)
+        else:
+            probs = log_probs.exp()
+            log_probs[:, projection.num_real(probs.size(-1)) :] = 0.0
+            grad = log_probs.add_(chunk.entropy[:, None]).mul_(chunk.grad_entropy[:, None])
+            grad += _as_column(chunk.grad_logprobs)
+            grad *= probs.neg_()
+        if chunk.grad_logprobs is not None:
+            column, inside = _column(chunk.targets, grad.size(-1), projection)
+            grad.scatter_add_(1, column, torch.where(inside, chunk.grad_logprobs, 0.0)[:, None])
+        if projection.temperature != 1:
+            grad /= projection.temperature
+        return grad.to(dtype)
+
+
+def _as_column(grad: Tensor | None) -> Tensor | float:
+    return 0.0 if grad is None else grad[:, None]
+
+
+def _scaled(logits: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
+    """[n, V / tp] in `dtype`, divided by the temperature, with -inf on the padding columns; overwrites `logits` if they
+    have that dtype."""
+    scaled = logits.to(dtype)
+    if projection.temperature != 1:
+        scaled /= projection.temperature
+    scaled[:, projection.num_real(scaled.size(-1)) :] = -torch.inf
+    return scaled
+
+
+def _column(targets: Tensor, columns: int, projection: Projection) -> tuple[Tensor, Tensor]:
+    """[n, 1] the targets' local columns, and [n] whether this rank holds them."""
+    local = targets - projection.first_column(columns)
+    inside = (local >= 0) & (local < projection.num_real(columns))
+    return local.clamp(0, columns - 1)[:, None], inside

@@ -1,10 +1,8 @@
 """The loss hook: multiplies per-token losses by the samples' weights and cancels Megatron's own scaling.
 
-The hook returns sum_t coefficient_t * loss_t, where coefficient = weight / frozen denominator of the sample.
-Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
-so the hook multiplies by both: the gradient is exactly that of the weighted full-batch objective, however the
-samples were packed, split over ranks or into pipeline micro-batches. (Under context parallelism every rank of the
-group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average over them.)
+The hook returns sum_t coefficient_t * loss_t, where coefficient = weight / frozen denominator of the sample, times what
+Megatron divides by: the number of micro-batches and of data-parallel ranks. (Under context parallelism every rank of
+the group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average.)
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, Projection, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
-from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 from dppo_megatron.distributed import gather_all
 
