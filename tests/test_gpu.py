@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import Layout, build_layout, start_process_group, stop_process_group
-from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
+from dppo_megatron.actor.logprobs import chunked_logprobs
+from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig, ModelConfig, OptimizerConfig, PackingConfig
 from dppo_megatron.platform.capabilities import this_machine

@@ -17,7 +17,8 @@ from support.launch import run_ranks
 from support.live_bytes import LiveBytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dppo_megatron.actor.logprobs import Projection, Softmax, TorchSoftmax, chunked_logprobs
+from dppo_megatron.actor.logprobs import chunked_logprobs
+from dppo_megatron.actor.softmax import Projection, Softmax, TorchSoftmax
 
 TOKENS, HIDDEN, VOCAB, PADDED = 50, 16, 37, 40
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, Samples, build_microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, Projection, choose_softmax, without_backward
+from dppo_megatron.actor.logprobs import LogprobStore, choose_softmax, without_backward
 from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
@@ -31,6 +31,7 @@ from dppo_megatron.actor.offload import Offload, pageable
 from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, regrouped
 from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule import run_schedule
+from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig, OptimizerConfig
 from dppo_megatron.distributed import to_rank_zero

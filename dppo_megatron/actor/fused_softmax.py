@@ -1,4 +1,4 @@
-"""The softmax of the output layer as two Triton kernels: what `logprobs.TorchSoftmax` computes, in one pass each.
+"""The softmax of the output layer as two Triton kernels: what `softmax.TorchSoftmax` computes, in one pass each.
 
 torch makes some ten passes over float32 copies of a chunk's logits, these kernels read them once in the model's type:
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dppo_megatron.actor.logprobs import BackwardChunk, Projection
+from dppo_megatron.actor.softmax import BackwardChunk, Projection
 
 _COLUMNS = 4096
 """Columns of a block: 16 for each thread of 8 warps."""

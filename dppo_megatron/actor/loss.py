@@ -17,8 +17,9 @@ from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch
 from dppo_megatron.actor.layout import Layout
-from dppo_megatron.actor.logprobs import LogprobStore, Projection, chunked_logprobs
+from dppo_megatron.actor.logprobs import LogprobStore, chunked_logprobs
 from dppo_megatron.actor.model import output_weight
+from dppo_megatron.actor.softmax import Projection
 from dppo_megatron.algorithms.objectives import Objective, TokenBatch
 from dppo_megatron.distributed import gather_all
 

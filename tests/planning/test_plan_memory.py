@@ -19,7 +19,8 @@ from support.random_shapes import Drawn, draw
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
 from dppo_megatron.actor.attention import PackedSequences
-from dppo_megatron.actor.logprobs import Projection, TorchSoftmax, chunked_logprobs
+from dppo_megatron.actor.logprobs import chunked_logprobs
+from dppo_megatron.actor.softmax import Projection, TorchSoftmax
 from dppo_megatron.config.schema import ActorConfig, Config, LoraConfig
 from dppo_megatron.weights.architecture import Architecture, read_architecture
 from dppo_megatron.weights.mapping import hf_shapes
