@@ -1,7 +1,6 @@
 """Conversion between Hugging Face checkpoints and Megatron distributed checkpoints, both ways, one tensor at a time.
 
-`dppo-megatron convert`, `tools/convert_hf_to_megatron.py` and `tools/convert_megatron_to_hf.py` call this. Neither
-direction needs a process group, Megatron or the whole model in memory: names and shapes come from
+Neither direction needs a process group, Megatron or the whole model in memory: names and shapes come from
 `weights/mapping.py`, the table that the trainer and the weight sync use.
 """
 
@@ -137,10 +136,9 @@ def megatron_to_hf(
         for name in hf_names(key, place, architecture)
     }
     lines = _compared(model)
-    shard_bytes = int(shard_gb * 1e9)
     with (
         _disk_errors(target),
-        hf_writer(target, assets, architecture, dtypes, max_shard_bytes=shard_bytes) as writer,
+        hf_writer(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9)) as writer,
         progress("converting", len(reader.names), "tensors") as advance,
     ):
         for done, name in enumerate(reader.names, start=1):  # in an order in which each key is read only once
@@ -202,8 +200,5 @@ def _verify(reader: CheckpointReader, other: Callable[[str], Tensor], what: str)
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:
     """Byte equality: NaNs equal themselves, 0.0 does not equal -0.0."""
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bytes(left), _bytes(right))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    left_bytes, right_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
+    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left_bytes, right_bytes)

@@ -1,12 +1,9 @@
 """How ranks communicate in the loop: each does its share and reports to rank 0; rank 0 decides and broadcasts.
 
-Decisions (selection, pruning, packing, history) are made on rank 0 alone, so that ranks cannot disagree. An exception
-on rank 0 is raised on every rank instead of leaving the others waiting. Without a process group these are plain calls.
-
-Only scalars, plans, and completions of groups from several nodes are sent this way; tokens go through `exchange.py`.
-Objects are sent over gloo on GPUs too (the process group is `cpu:gloo,cuda:nccl`), so that a rank that waits for a
-rollout waits on a socket. In an NCCL broadcast it would spin in a kernel, on the GPU on which a colocated engine
-generates.
+An exception on rank 0 is raised on every rank instead of leaving the others waiting. Without a process group these are
+plain calls. Objects are sent over gloo on GPUs too (the process group is `cpu:gloo,cuda:nccl`), so that a rank that
+waits for a rollout waits on a socket. In an NCCL broadcast it would spin in a kernel, on the GPU on which a colocated
+engine generates.
 """
 
 from __future__ import annotations
@@ -43,9 +40,8 @@ machines of a cluster can reach."""
 
 def loopback_interface() -> dict[str, str]:
     """The environment variable that restricts gloo to loopback; empty if the user has chosen an interface."""
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), "")
-    return {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in os.environ else {}
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    return {GLOO_INTERFACE: loopback[0]} if loopback and GLOO_INTERFACE not in os.environ else {}
 
 
 @contextmanager
@@ -53,7 +49,7 @@ def on_loopback_if_one_machine() -> Iterator[None]:
     """Process groups that are made in the block listen only on loopback if the whole job is on this machine.
 
     Their gloo connects two ranks only when they first communicate. By default every group, even one that uses only
-    NCCL, connects all its ranks: some 3,600 sockets per rank at 1,024 ranks, where the job's own group needs 1,023.
+    NCCL, connects all its ranks: some 3,600 sockets per rank at 1,024 ranks.
     """
     added = loopback_interface() if is_on_one_machine() else {}
     if "TORCH_GLOO_LAZY_INIT" not in os.environ:
@@ -108,14 +104,10 @@ def connect(groups: Sequence[dist.ProcessGroup], device: torch.device, timeout_s
     """Create the communicators of `groups`, one after the other. Collective over each; groups of one are skipped.
 
     NCCL creates a group's communicator in the group's first call. All members must make it, or it waits for ever, and
-    the first message of a weight sync is only between some ranks. (gloo connects a group when it is made.) Every rank
-    passes its groups in the same order, and groups at the same index share no ranks, so ranks cannot wait in a cycle.
-    Another thread connects, because NCCL blocks without a limit while a peer does not answer.
-
-    `device_id` of `init_process_group` would connect too, but then point-to-point messages use the group's
-    communicator, one after the other in the order of calls, and Megatron's pipeline needs two at the same time. It also
-    sends no data, so a port that drops data would be noticed later. Two ranks that send outside a batch still create
-    another communicator with their first message, for which both are present.
+    the first message of a weight sync is only between some ranks. Every rank passes its groups in the same order, and
+    groups at the same index share no ranks, so ranks cannot wait in a cycle. Another thread connects, because NCCL
+    blocks without a limit while a peer does not answer. `device_id` of `init_process_group` would connect too, but then
+    point-to-point messages use the group's communicator, and Megatron's pipeline needs two at the same time.
 
     Raises:
         UserError: two ranks use one GPU.
@@ -175,8 +167,7 @@ def from_rank_zero(decide: Callable[[], T]) -> T:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise on_every_rank(outcome[1])
-    result: T = outcome[0]
-    return result
+    return cast(T, outcome[0])
 
 
 def on_every_rank(error: E) -> E:

@@ -19,11 +19,8 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def set_cuda_variables() -> None:
-    """Set what Megatron needs, unless the user has set it. Call before CUDA is initialised, which reads it.
-
-    Megatron overlaps tensor-parallel communication with computation by the order of kernel launches, which CUDA keeps
-    only with one hardware queue.
-    """
+    """Set what Megatron needs, unless the user has set it. Call before CUDA is initialised, which reads it. Megatron
+    relies on the order of kernel launches, which CUDA keeps only with one hardware queue."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -40,7 +37,7 @@ def raise_file_limit() -> int:
     wanted = 1 << 20 if hard == resource.RLIM_INFINITY else hard
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return wanted
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
@@ -91,7 +88,13 @@ def check_launcher_env() -> None:
         if value > most and of in os.environ:
             raise _mistake(f"{name}={value}, but {of}={most}: {name} cannot be larger")
     if "RANK" not in os.environ and size == 1:
-        _check_srun()
+        tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set for a job step, not for a batch shell
+        is_terminal = "SLURM_PTY_WIN_COL" in os.environ  # of `srun --ntasks=8 --pty bash` only the first shell is used
+        if tasks.isdecimal() and int(tasks) > 1 and not is_terminal:
+            raise UserError(
+                f"the environment: srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS), but RANK is not set: each"
+                " would train alone. Let srun start one torchrun on each node (examples/slurm)"
+            )
         return
     # LOCAL_RANK too, or every rank would use the first GPU.
     needed = (*_RENDEZVOUS, "LOCAL_RANK") if size > 1 else _RENDEZVOUS
@@ -121,17 +124,6 @@ def place_from_slurm() -> None:
         "MASTER_PORT": str(20_000 + job % 10_000),  # one per step; below 32768, where Linux's ephemeral ports begin
     }
     os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
-
-
-def _check_srun() -> None:
-    """Raise UserError if srun has started several of these processes, each of which would be a separate job."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")  # set for a job step, not for a batch shell
-    is_terminal = "SLURM_PTY_WIN_COL" in os.environ  # of `srun --ntasks=8 --pty bash` only the first shell is used
-    if tasks.isdecimal() and int(tasks) > 1 and not is_terminal:
-        raise UserError(
-            f"the environment: srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS), but RANK is not set: each would"
-            " train alone. Let srun start one torchrun on each node (examples/slurm)"
-        )
 
 
 def _number(name: str, default: int, least: int) -> int:

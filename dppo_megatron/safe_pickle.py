@@ -1,8 +1,7 @@
 """Reads pickles from other people without running their code: only classes on an allow-list are looked up.
 
 torch's distributed checkpoints store their table of contents, `.metadata`, as a pickle, and `pickle.load` calls
-whatever a pickle names. A parser of our own for the few opcodes that torch emits would break when torch changes; with
-the list, a new class is an error that names it.
+whatever a pickle names.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def test_old_ones_go_after_the_new_one_is_complete(model: Path, tmp_path: Path, 
 def _device_calls(model: Path, root: Path) -> tuple[set[str], set[str]]:
     """On one rank: the calls of the device that an asynchronous save makes, in this process and in the writer's."""
     from dppo_megatron.checkpoint.store import describe
-    from dppo_megatron.platform.accelerator import Accelerator
+    from dppo_megatron.platform.hook import Accelerator
 
     here, asked, found = os.getpid(), root.parent / "asked", Accelerator.__getattribute__
 

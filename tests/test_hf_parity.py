@@ -18,7 +18,7 @@ from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
-from dppo_megatron.actor import latent
+from dppo_megatron.actor import model as megatron_model
 from dppo_megatron.actor.model import output_weight
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import KLConfig, ObjectiveConfig
@@ -136,9 +136,9 @@ def test_whole_projections_are_no_shards(monkeypatch: pytest.MonkeyPatch) -> Non
             linear.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
             self.add_module(name, linear)
 
-    monkeypatch.setattr(latent.MLASelfAttention, "__init__", make)
+    monkeypatch.setattr(megatron_model.MLASelfAttention, "__init__", make)
     for rows in (6, 3):
-        made = latent.LatentAttention(rows)
+        made = megatron_model.LatentAttention(rows)
         marks = {name.split(".")[0]: one.tensor_model_parallel for name, one in made.named_parameters() if one.ndim > 1}
         is_shard = rows == 3
         assert marks == {"linear_q_down_proj": is_shard, "linear_kv_down_proj": is_shard, "linear_q_up_proj": True}

@@ -29,8 +29,8 @@ from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_check
 from dppo_megatron.config.schema import ActorConfig, LoraConfig
 from dppo_megatron.convert import megatron_to_hf
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.adapter_files import write_adapter
 from dppo_megatron.weights.architecture import PROJECTIONS, Lora, read_architecture
+from dppo_megatron.weights.hf_files import write_adapter
 from dppo_megatron.weights.pipeline import LAYOUT
 
 pytestmark = pytest.mark.slow

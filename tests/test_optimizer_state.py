@@ -19,8 +19,8 @@ from dppo_megatron.actor import optimizer
 from dppo_megatron.actor.optimizer import LeanDistributedOptimizer, Spread, build_optimizer
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import OptimizerConfig
-from dppo_megatron.platform.accelerator import Accelerator
 from dppo_megatron.platform.capabilities import Machine
+from dppo_megatron.platform.hook import Accelerator
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 8))

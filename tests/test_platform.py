@@ -24,8 +24,7 @@ import pytest
 import torch
 
 from dppo_megatron.platform import hook
-from dppo_megatron.platform.accelerator import ACCELERATOR, CPU
-from dppo_megatron.platform.hook import FACADE, Loader, rewrite
+from dppo_megatron.platform.hook import ACCELERATOR, CPU, FACADE, Loader, rewrite
 
 ROOT = Path(__file__).resolve().parents[1]
 

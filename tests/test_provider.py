@@ -278,14 +278,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "window": ("support.bridges:WINDOW", {}, "has window_size = (127, 0), which layers here do not have"),
     "clamp": ("support.bridges:CLAMP", {}, "has activation_func_clamp_value = 7.0, which layers here do not have"),
     "bias_name": ("support.bridges:OTHER_BIAS", {}, "names that end in gate.e_score_correction_bias stay in float32"),
-    "splits": ("support.bridges:FUSED", {}, "splits decoder.layers.0.self_attention.linear_qkv.weight into"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_at_once(paths: dict[str, Path], tmp_path: Path, case: str) -> None:
     provider, others, said = REFUSED[case]
-    raw = json.loads((paths["seed_oss" if case == "splits" else "dots1"] / "config.json").read_text())
+    raw = json.loads((paths["dots1"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | others))
     with pytest.raises(UserError) as caught:
         model_architecture(ModelConfig(str(tmp_path), provider))

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dppo_megatron.actor.attention import PackedSequences
+from dppo_megatron.actor.attention import PackedSequences, rotate
 from dppo_megatron.actor.layout import ContextShare
-from dppo_megatron.actor.rotary import rotate
 from dppo_megatron.types import PackedMicrobatch, TrainSample
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.layer_parts import Rope

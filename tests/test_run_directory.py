@@ -28,7 +28,7 @@ from support.processes import in_child, kill
 from support.tiny import Parallel, build_actor, write_model
 
 from dppo_megatron.actor.layout import start_process_group
-from dppo_megatron.checkpoint.state import read_state, write_state
+from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import on_every_rank
 from dppo_megatron.observe import json_lines

@@ -1,8 +1,5 @@
-"""The policy in training: a Megatron model, its optimizer, and the three operations that the loop needs.
-
-`update` takes an optimizer step on a packed plan, `logprobs` recomputes log-probabilities, and `weights` streams the
-parameters under their Hugging Face names. All three are collective: every rank calls them, with the same plan.
-"""
+"""The policy in training: a Megatron model, its optimizer, and the three operations that the loop needs: `update`,
+`logprobs` and `weights`. All three are collective: every rank calls them, with the same plan."""
 
 from __future__ import annotations
 
@@ -73,11 +70,9 @@ class Actor:
         spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8, has_experts=has_experts)
         settings = overrides(architecture, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
-        self.description = (
-            f"actor: {_describe(config.layout, layout.data_parallel)}; layers: {spec} ({reason}); fp8: {config.fp8};"
-            f" log-probabilities: {kernel}{f'; adapters: {architecture.lora}' if architecture.lora else ''}"
-            f"{''.join('; ' + line for line in not_tried(settings))}"
-        )
+        adapters = [f"adapters: {architecture.lora}"] if architecture.lora else []
+        split = f"actor: {_describe(config.layout, layout.data_parallel)}; layers: {spec} ({reason}); fp8: {config.fp8}"
+        self.description = "; ".join([split, f"log-probabilities: {kernel}", *adapters, *not_tried(settings)])
         """One line for the log: how the model is split, which layers were chosen and why."""
         megatron_config, ddp_config = (one.build() for one in settings)
         megatron_config.finalize_model_grads_func = finalize_model_grads
@@ -85,13 +80,8 @@ class Actor:
         load_hf_weights(self._chunks, architecture, get_weight)
         if architecture.lora is not None:
             add_adapters(self._chunks, architecture, seed)
-        self._model = [
-            DistributedDataParallel(
-                megatron_config,
-                ddp_config,
-                chunk,
-                disable_bucketing=index > 0,  # as in Megatron's own training loop
-            )
+        self._model = [  # buckets as in Megatron's own training loop
+            DistributedDataParallel(megatron_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(self._chunks)
         ]
         if ddp_config.overlap_grad_reduce:  # reduce gradients in the last micro-batch's backward pass only
@@ -148,14 +138,16 @@ class Actor:
         # we check before the step, because Megatron checks for infinities only when it scales an fp16 loss
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
-        applied = self._on_all_ranks(math.isfinite(loss) and math.isfinite(grad_norm))
+        is_finite = torch.tensor([int(math.isfinite(loss) and math.isfinite(grad_norm))], device=self.layout.device)
+        dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        applied = bool(is_finite.item())
         if applied:
             self._schedule.step(1)
             self._apply(grad_norm)
         return UpdateResult(
             loss=loss,
             grad_norm=grad_norm,
-            learning_rate=float(max(group["lr"] for group in self._optimizer.param_groups)),
+            learning_rate=self._learning_rate(),
             is_skipped=not applied,
             tokens=tokens,
             sums=sums,
@@ -172,10 +164,7 @@ class Actor:
         routes: Recorded | None = None,
     ) -> dict[str, float]:
         """Forward and backward over the whole plan; the reduced gradients stay in the buffers. No optimizer step.
-
-        Returns:
-            The loss hook's sums over the job.
-        """
+        Returns the loss hook's sums over the job."""
         self._memory.onload(self._optimizer)
         for model in self._model:
             model.zero_grad_buffer()
@@ -212,16 +201,12 @@ class Actor:
         self, samples: Samples, plan: PackPlan, *, temperature: float = 1.0, records: bool = False
     ) -> LogprobStore:
         """Log-probability of every completion token of this replica under the current weights; see `LogprobStore`.
-
-        Args:
-            records: keep the experts that this pass chooses as the store's `routes`, on every rank.
-        """
+        `records`: keep the experts that this pass chooses as the store's `routes`, on every rank."""
         store, score = LogprobStore(), self._scorer(temperature)
 
         def collect(microbatch: Microbatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             """Megatron's loss hook for a forward-only pass: stores the values and returns a constant loss."""
-            values, _ = score(microbatch, hidden)
-            store.add(microbatch, values)
+            store.add(microbatch, score(microbatch, hidden)[0])
             return torch.zeros((), device=hidden.device), {}
 
         self._prepare_weights()
@@ -237,17 +222,12 @@ class Actor:
     def logprobs(
         self, samples: Sequence[TrainSample], plan: PackPlan, *, temperature: float = 1.0
     ) -> list[npt.NDArray[np.float64]] | None:
-        """Log-probability of every completion token under the current weights.
-
-        Returns:
-            On rank 0 one array [num_completion_tokens] per sample, in the order of `samples`; None elsewhere.
-        """
+        """Log-probability of every completion token under the current weights: on rank 0 one array
+        [num_completion_tokens] per sample, in the order of `samples`; None elsewhere."""
         collected = self.own_logprobs(samples, plan, temperature=temperature).values
         gathered = to_rank_zero(collected if self.layout.reports else {})
-        if self.layout.rank != 0:
-            return None
         merged = {sample: values for part in gathered for sample, values in part.items()}
-        return [merged[i] for i in range(len(samples))]
+        return [merged[i] for i in range(len(samples))] if self.layout.rank == 0 else None
 
     def freeze_reference(self, get_weight: Callable[[str], Tensor] | None = None) -> None:
         """Keep a reference policy for a KL term, on the host: the current weights, or those that `get_weight` reads (as
@@ -295,12 +275,10 @@ class Actor:
             "chained_optim_avoid_prefix": True,
         }
         chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in self._chunks]
-        names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-        model = dict(zip(names, chunks, strict=True))
+        model = dict(zip(self._chunk_names(), chunks, strict=True))
+        whole = model if len(chunks) > 1 else chunks[0]
         with _printed_by_key():
-            optimizer = self._optimizer.sharded_state_dict(
-                model if len(chunks) > 1 else chunks[0], is_loading=loading, metadata=metadata
-            )
+            optimizer = self._optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata)
         # without FP8 the extra state of layers is empty, and specific to a layer spec: not written
         if self._config.fp8 == "off":
             model = {name: _only(chunk, _is_tensor) for name, chunk in model.items()}
@@ -323,9 +301,8 @@ class Actor:
     def load_sharded_state(self, state: dict[str, Any]) -> None:
         """Restore a state that was loaded into the template of `sharded_state(loading=True)`."""
         self._memory.forget_optimizer()  # loading replaces its tensors
-        for index, chunk in enumerate(self._chunks):
-            loaded = state["model" if len(self._chunks) == 1 else f"model{index}"]
-            missing, unexpected = chunk.load_state_dict(loaded, strict=False)
+        for name, chunk in zip(self._chunk_names(), self._chunks, strict=True):
+            missing, unexpected = chunk.load_state_dict(state[name], strict=False)
             lost = [name for name in missing if not name.endswith("_extra_state")]
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
@@ -333,11 +310,10 @@ class Actor:
         self._optimizer.load_state_dict(regrouped(state["optimizer"], self._optimizer))
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(configured)
-        before = max(group["lr"] for group in self._optimizer.param_groups)
+        before = self._learning_rate()
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})
-        now = max(group["lr"] for group in self._optimizer.param_groups)
-        if not math.isclose(before, now):
+        if not math.isclose(before, now := self._learning_rate()):
             log(f"warning: the learning rate goes from {before:.3g} at the last update to {now:.3g}")
         if self._reference is not None and self._saves_reference:
             loaded_reference = [
@@ -349,16 +325,20 @@ class Actor:
             for kept, loaded in zip(self._reference, loaded_reference, strict=False):
                 kept.copy_(loaded)
 
+    def _learning_rate(self) -> float:
+        return float(max(group["lr"] for group in self._optimizer.param_groups))
+
+    def _chunk_names(self) -> list[str]:
+        """The names of the model chunks in a checkpoint."""
+        return ["model"] if len(self._chunks) == 1 else [f"model{index}" for index in range(len(self._chunks))]
+
     def _sharded_reference(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """The reference policy as the parameters' sharded tensors, with its data and the key prefix `reference.`."""
         assert self._reference is not None
         # without the correction biases: a saved reference is the run's starting policy, and training leaves them alone
         kept = {id(p): tensor for p, tensor in zip(self._parameters(), self._reference, strict=False)}
-        sharded = {
-            str(index): _only(chunk.sharded_state_dict(metadata=metadata), _is_tensor)
-            for index, chunk in enumerate(self._chunks)
-        }
-        sharded = _only(sharded, lambda value: id(value.data) in kept)  # no frozen weights
+        sharded = {str(index): chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self._chunks)}
+        sharded = _only(sharded, lambda value: _is_tensor(value) and id(value.data) in kept)  # no frozen weights
         for value in nested_values(sharded):
             value.key, value.data = f"reference.{value.key}", kept[id(value.data)]
         return sharded
@@ -383,12 +363,6 @@ class Actor:
             for model in self._model:
                 model.start_param_sync(force_sync=True)
             self._is_stale = False
-
-    def _on_all_ranks(self, is_true_here: bool) -> bool:
-        """Whether `is_true_here` on every rank. Collective."""
-        flag = torch.tensor([int(is_true_here)], device=self.layout.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag.item())
 
     def _run_schedule(
         self,
@@ -446,15 +420,9 @@ class Actor:
 
 
 def _describe(config: LayoutConfig, data_parallel: int) -> str:
-    sizes = {
-        "tp": config.tensor_parallel,
-        "pp": config.pipeline_parallel,
-        "vpp": config.virtual_pipeline,
-        "cp": config.context_parallel,
-        "ep": config.expert_parallel,
-        "dp": data_parallel,
-    }
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+    names = {"tp": config.tensor_parallel, "pp": config.pipeline_parallel, "vpp": config.virtual_pipeline}
+    names |= {"cp": config.context_parallel, "ep": config.expert_parallel, "dp": data_parallel}
+    return " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one process"
 
 
 def _is_tensor(value: Any) -> bool:
@@ -470,8 +438,7 @@ def _only(sharded: dict[str, Any], wanted: Callable[[Any], bool]) -> dict[str, A
 @contextmanager
 def _printed_by_key() -> Iterator[None]:
     """Inside the block a sharded tensor prints as its key. Megatron formats each one that an optimizer does not track,
-    with all values, for a log line below the log level; an offloaded tensor cannot be printed. (Such tensors exist in a
-    mixture of experts, which has one optimizer for the experts and one for the rest.)"""
+    with all values, for a log line below the log level; an offloaded tensor cannot be printed."""
     ShardedTensor.__str__ = ShardedTensorFactory.__str__ = lambda tensor: tensor.key
     try:
         yield

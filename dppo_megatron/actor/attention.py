@@ -1,9 +1,13 @@
 """Core attention over packed sequences for Megatron's local layer spec, and the norm that goes with it.
 
-Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences; a layer spec is the public way
-to replace it. On CUDA in half precision the attention here calls a variable-length flash kernel (`find_kernel`).
-Elsewhere it gathers sequences of similar length into right-padded batches and calls SDPA once per batch: causal masking
-makes right padding harmless, and a few large calls are faster than one small call per sequence.
+Without Transformer Engine, Megatron's own DotProductAttention refuses packed sequences. On CUDA in half precision the
+attention here calls a variable-length flash kernel (`find_kernel`). Elsewhere it gathers sequences of similar length
+into right-padded batches and calls SDPA once per batch, as causal masking makes right padding harmless.
+
+Megatron's rotary embedding reads the lengths of the pack's sequences from the device in every layer, separately for
+queries and keys: 144 host synchronizations per forward pass of a 36-layer model. Here the model is built without
+position embeddings, the pack carries each token's position, and the attention applies the rotation. The operations are
+Megatron's, one for one, so without scaling the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -27,9 +31,15 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from dppo_megatron.actor.layout import ContextShare, to_device
-from dppo_megatron.actor.rotary import Rotating, Rotation, rotation_at
 from dppo_megatron.types import PackedMicrobatch
-from dppo_megatron.weights.layer_parts import Rope
+from dppo_megatron.weights.layer_parts import Rope, deinterleave
+
+
+class Rotation(NamedTuple):
+    """Scaled cosines and sines of the angles of a pack's tokens: [T / CP, 1, pairs] each, in the activations' dtype."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +75,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     @classmethod
     def of(cls, plan: PackedMicrobatch, context: ContextShare, device: torch.device) -> PackedSequences:
-        """Describe a planned micro-batch.
-
-        Attention runs over whole slots: causal masking hides a slot's padding tail from its sequence, and kernels need
-        one set of offsets instead of two.
-        """
+        """Describe a planned micro-batch. Attention runs over whole slots: causal masking hides a slot's padding tail
+        from its sequence, and kernels need one set of offsets instead of two."""
         slots = plan.cu_seqlens_padded
         offsets = to_device(torch.tensor(slots, dtype=torch.int32), device)
         longest = max(end - start for start, end in pairwise(slots))
@@ -92,10 +99,9 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
 
     def rotation(self, rope: Rope, dtype: torch.dtype) -> Rotation:
         """The rotary angles of this rank's tokens, computed in the first layer and kept for the others."""
-        key = rope, dtype
-        if key not in self._rotations:
-            self._rotations[key] = rotation_at(rope, self.position_ids, dtype)
-        return self._rotations[key]
+        if (rope, dtype) not in self._rotations:
+            self._rotations[rope, dtype] = rotation_at(rope, self.position_ids, dtype)
+        return self._rotations[rope, dtype]
 
     @cached_property
     def whole_pack_index(self) -> Tensor:
@@ -118,24 +124,20 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
         row_of_token = torch.empty(self.slots[-1] // self.context.size, dtype=torch.int64)
         rows = 0
         for members in by_size.values():
-            bucket, real = _bucket(members, self.context, window)
-            row_of_token[bucket.query_index[real]] = rows + torch.nonzero(real)[:, 0]
+            query, key, mask, real = _bucket(members, self.context, window)
+            row_of_token[query[real]] = rows + torch.nonzero(real)[:, 0]
             rows += len(real)
-            buckets.append(
-                LengthBucket(
-                    to_device(bucket.query_index, self.device),
-                    to_device(bucket.key_index, self.device),
-                    bucket.batch,
-                    None if bucket.mask is None else to_device(bucket.mask, self.device),
-                )
-            )
+            query, key = to_device(query, self.device), to_device(key, self.device)
+            on_device = None if mask is None else to_device(mask, self.device)
+            buckets.append(LengthBucket(query, key, len(members), on_device))
         return BucketedPack(tuple(buckets), to_device(row_of_token, self.device))
 
 
 def _bucket(
     members: Sequence[tuple[int, int]], context: ContextShare, window: int | None
-) -> tuple[LengthBucket, Tensor]:
-    """The bucket of the slots (start, length), and [B * Q] True for query rows that are not padding."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The bucket of the slots (start, length): query_index, key_index and mask (see `LengthBucket`), and [B * Q] True
+    for query rows that are not padding."""
     start = torch.tensor([start for start, _ in members])[:, None]
     length = torch.tensor([length for _, length in members])[:, None]
     key = torch.arange(int(length.max()))[None]
@@ -151,7 +153,65 @@ def _bucket(
         if window is not None:
             mask &= key[:, None] > position - window
         mask = mask[:, None]
-    return LengthBucket(query_index, key_index.flatten(), len(members), mask), (row < local_length).flatten()
+    return query_index, key_index.flatten(), mask, (row < local_length).flatten()
+
+
+def rotation_at(rope: Rope, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
+    """The rotation at `position_ids` [T], computed in float32 and then rounded to `dtype`."""
+    frequencies = to_device(torch.tensor(rope.frequencies), position_ids.device)
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]
+    return Rotation((angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype))
+
+
+def rotate(states: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate queries or keys [T / CP, heads, D] by the angles of their tokens' positions.
+
+    Dimension i is paired with i + pairs, for i below the number of pairs. Dimensions from 2 x pairs on are not rotated.
+    Example: at angle a, the pair (x, y) becomes (x cos a - y sin a, y cos a + x sin a).
+    """
+    rotated: Tensor = _Rotate.apply(states, *rotation)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the inverse rotation, with the same scale. Autograd would keep four tensors of `states`' size."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(states, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = cos.size(-1)
+    first, second, rest = states.tensor_split((pairs, 2 * pairs), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+class Rotating:
+    """Mixin for a core attention: rotates queries and keys by the positions of the pack, Megatron's
+    `packed_seq_params`, before attention is computed."""
+
+    def __init__(self, *args: Any, rope: Rope, interleaved: bool = False, **kwargs: Any) -> None:
+        """`interleaved`: dimensions 2 i and 2 i + 1 are a pair; otherwise the pairs are in two halves."""
+        super().__init__(*args, **kwargs)
+        self._rope, self._interleaved = rope, interleaved
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+        """Rotate query [T, H, D] and key [T, K, D] of this rank's tokens; pass everything else on to the attention."""
+        assert packed_seq_params is not None, "the actor always packs"
+        rotation = packed_seq_params.rotation(self._rope, query.dtype)
+        if self._interleaved:  # reordering dimensions alike in queries and keys does not change their product
+            size = 2 * len(self._rope.frequencies)
+            query, key = (torch.cat([deinterleave(one[..., :size]), one[..., size:]], -1) for one in (query, key))
+        query, key = rotate(query, rotation), rotate(key, rotation)
+        out: Tensor = super().forward(query, key, *args, packed_seq_params=packed_seq_params, **kwargs)  # type: ignore[misc]
+        return out
 
 
 class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
@@ -207,13 +267,10 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
             key, value = (self._whole_pack(tensor, packed) for tensor in (key, value))
         rows, bucketed = [], packed.bucketed(self._window)
         for bucket in bucketed.buckets:
+            pairs = ((query, bucket.query_index), (key, bucket.key_index), (value, bucket.key_index))
             q, k, v = (
                 tensor.index_select(0, index).view(bucket.batch, -1, *tensor.shape[1:]).transpose(1, 2)
-                for tensor, index in (
-                    (query, bucket.query_index),
-                    (key, bucket.key_index),
-                    (value, bucket.key_index),
-                )
+                for tensor, index in pairs
             )
             attended = F.scaled_dot_product_attention(
                 q,
@@ -239,11 +296,8 @@ class PackedAttention(Rotating, UnrotatedAttention):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm for the local layer spec.
-
-    Megatron's WrappedTorchNorm refuses sequence parallelism, which only needs a mark on the weight: Megatron then sums
-    its gradient over the tensor-parallel ranks. Gemma multiplies by 1 + weight, in float32: bfloat16 would round it.
-    """
+    """Root-mean-square norm for the local layer spec. Megatron's WrappedTorchNorm refuses sequence parallelism, which
+    only needs a mark on the weight. Gemma multiplies by 1 + weight, in float32: bfloat16 would round it."""
 
     returns_residual = False  # read by megatron-core from 0.19 on
 
@@ -262,13 +316,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormedResidual(torch.nn.Module):
-    """Norms the output of attention or feed-forward and adds it to the residual stream, as Gemma and GLM-4 do.
-
-    It replaces Megatron's bias-dropout-add, the only module of a layer that runs after attention and feed-forward.
-
-    Args:
-        norm: Transformer Engine's class or `RMSNorm`.
-    """
+    """Norms the output of attention or feed-forward and adds it to the residual stream, as Gemma and GLM-4 do. Replaces
+    Megatron's bias-dropout-add, the only module of a layer that runs after both. `norm`: Transformer Engine's class or
+    `RMSNorm`."""
 
     def __init__(self, norm: Any, config: TransformerConfig) -> None:
         super().__init__()
@@ -298,9 +348,7 @@ VarlenKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, 
 
 def find_kernel(head_dim: int) -> tuple[VarlenKernel | None, str]:
     """The kernel for this machine and head size, and a phrase for the log that names it or the reason for its absence.
-
-    flash-attn is preferred if installed: every version has grouped queries, causal masking and a scale. Else torch's.
-    """
+    flash-attn is preferred if installed: every version has grouped queries, causal masking and a scale."""
     if not torch.cuda.is_available():
         return None, "padded batches (no CUDA device)"
     if torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
@@ -326,19 +374,12 @@ def from_flash_attn(function: Callable[..., Tensor]) -> VarlenKernel:
     """flash-attn's `flash_attn_varlen_func` as a `VarlenKernel`."""
 
     def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        offsets: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
+        query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float, window: int | None
     ) -> Tensor:
-        """Passes the same offsets and longest length for queries and for keys."""
-        options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
-        if window is not None:
-            options["window_size"] = (window - 1, 0)
-        return function(query, key, value, offsets, offsets, longest, longest, **options)
+        """Queries and keys have the same offsets and longest length."""
+        options: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}
+        both = offsets, offsets, longest, longest
+        return function(query, key, value, *both, softmax_scale=scale, causal=True, **options)
 
     return kernel
 
@@ -347,13 +388,7 @@ def from_torch(function: Callable[..., Any]) -> VarlenKernel:
     """torch's `varlen_attn` (2.12 or newer) as a `VarlenKernel`."""
 
     def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        offsets: Tensor,
-        longest: int,
-        scale: float,
-        window: int | None,
+        query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float, window: int | None
     ) -> Tensor:
         """Causal by its window of (tokens before, tokens after): -1 is all of them, and there are 0 after."""
         options = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}

@@ -59,10 +59,8 @@ Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
 def build_microbatch(
     samples: Samples, packed: PackedMicrobatch, *, device: torch.device, context: ContextShare | None = None
 ) -> Microbatch:
-    """Write `samples[i] for i in packed.members` into their slots; the rest of each slot is padding without loss.
-
-    A pack without members is one dummy sequence: the schedule is collective, so every rank must run it.
-    """
+    """Write `samples[i] for i in packed.members` into their slots; the rest of each slot is padding without loss. A
+    pack without members is one dummy sequence: the schedule is collective, so every rank must run it."""
     context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
     # two tensors, so that a whole pack moves to the device in two copies

@@ -1,16 +1,13 @@
 """The softmax of the output layer as two Triton kernels: what `softmax.TorchSoftmax` computes, in one pass each.
 
-cuBLAS still does the matrix multiplications; the kernels fuse everything between them. torch makes some ten passes over
-float32 copies of a chunk's logits, these kernels read them once in the model's type:
+torch makes some ten passes over float32 copies of a chunk's logits, these kernels read them once in the model's type:
 
     statistics   one program per token, over its columns in blocks: running maximum, sum of exponentials, and their
                  weighted sum, which are rescaled whenever a block raises the maximum
     gradient     one program per token and block of columns: reads a logit, writes its gradient in the same place
 
-With only half-precision logits in memory, a chunk may be several times as long as torch's for the same peak memory, so
-there are fewer additions to the weight's float32 gradient. Results differ from torch's only by rounding. Importing this
-module needs Triton; with TRITON_INTERPRET=1 its kernels run on a CPU, which is how they are tested. It has not run on
-a GPU.
+Results differ from torch's only by rounding. Importing this module needs Triton; with TRITON_INTERPRET=1 its kernels
+run on a CPU, which is how they are tested. It has not run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The process group, the model-parallel groups, and this rank's place in them.
-
-Only this module calls Megatron's `parallel_state` to build groups. Everything else receives the frozen `Layout`, which
-shows what a function depends on.
-"""
+"""The process group, the model-parallel groups, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -79,9 +75,6 @@ own timeouts."""
 def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     """Join the job's process group: NCCL with CUDA, gloo without. Needs no launcher for a single process.
 
-    Args:
-        rendezvous_timeout_s: how long a rank waits for the others to join.
-
     Raises:
         RunAborted: not all ranks joined in that time, or they could not be connected.
         UserError: this rank has no GPU of its own, or gloo or NCCL has no network interface.
@@ -93,7 +86,13 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         set_cuda_variables()
-        torch.cuda.set_device(_own_device(launched_local_rank(), torch.cuda.device_count()))
+        local_rank, count = launched_local_rank(), torch.cuda.device_count()
+        if local_rank >= count:
+            raise UserError(
+                f"LOCAL_RANK={local_rank}, but this process sees {count} CUDA device{'s' * (count != 1)}: start as many"
+                " processes on a machine as it has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
+            )
+        torch.cuda.set_device(local_rank)
     if "RANK" not in os.environ:
         with on_loopback_if_one_machine():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -114,15 +113,6 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
     dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, dist.group.WORLD)  # gloo and NCCL, for all later operations
     dist.distributed_c10d._get_default_store().set_timeout(_GROUP_TIMEOUT)
     connect([dist.group.WORLD], _this_device(), rendezvous_timeout_s)
-
-
-def _own_device(local_rank: int, count: int) -> int:
-    if local_rank >= count:
-        raise UserError(
-            f"LOCAL_RANK={local_rank}, but this process sees {count} CUDA device{'s' * (count != 1)}: start as many"
-            " processes on a machine as it has GPUs, and let each see all of them (CUDA_VISIBLE_DEVICES)"
-        )
-    return local_rank
 
 
 def build_layout(config: LayoutConfig, seed: int) -> Layout:
@@ -156,12 +146,8 @@ def build_layout(config: LayoutConfig, seed: int) -> Layout:
 
 @reported_by_each_rank()
 def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: float = 600.0) -> None:
-    """Create the communicators of the Megatron groups that training this model uses; see `connect`.
-
-    The other groups get none: up to 15 groups have more than one rank, and each communicator takes device memory for
-    good (0.5 to 0.7 GB on four A100s, NVIDIA/nccl issue 964). A group that only another feature uses (FP8 with delayed
-    scaling) is connected when its members first use it.
-    """
+    """Create the communicators of the Megatron groups that training this model uses; see `connect`. The other groups
+    get none: each communicator takes device memory for good (0.5 to 0.7 GB on four A100s, NVIDIA/nccl issue 964)."""
     sharded = actor.optimizer.distributed
     groups = [
         parallel_state.get_tensor_model_parallel_group(),
@@ -192,11 +178,8 @@ def _this_device() -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a small host tensor to the device without waiting for the device.
-
-    A plain `.to(device)` copies from pageable memory, so the host waits until the device has finished all earlier work.
-    With pinned memory the host continues at once.
-    """
+    """Copy a small host tensor to the device without waiting for the device: with a copy from pageable memory the host
+    waits until the device has finished all earlier work, with pinned memory it continues at once."""
     source = tensor.pin_memory() if device.type == "cuda" else tensor  # torch keeps it until the copy is done
     return source.to(device, non_blocking=True)
 

@@ -1,11 +1,7 @@
 """Token log-probabilities and entropy from hidden states without materializing the logits of a whole pack.
 
-A pack of 16k tokens at a vocabulary of 150k has 10 GB of float32 logits, and as much again for their gradient. So the
-output projection, the softmax and their backward pass run over chunks of tokens: the forward pass keeps two numbers per
-token, the backward pass computes the logits again. Only positions that predict a completion token are computed, which
-saves part of the cost of the second multiplication. Peak memory beside the model: at most three float32 tensors of
-[chunk, V / tp]. The weight's gradient is added directly to Megatron's float32 gradient buffer; if the weight has none,
-to a float32 tensor of its shape.
+The output projection, the softmax and their backward pass run over chunks of the tokens that predict a completion
+token: the forward pass keeps two numbers per token, the backward pass computes the logits again (docs/actor.md).
 """
 
 from __future__ import annotations
@@ -30,10 +26,8 @@ from dppo_megatron.types import FloatArray, TrainSample, UserError
 
 @dataclass
 class LogprobStore:
-    """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches.
-
-    They stay on the ranks that computed them, a replica's last pipeline stage, because the loss there reads them.
-    """
+    """Log-probabilities of completion tokens by sample, from a pass over packed micro-batches. They stay on the ranks
+    that computed them, a replica's last pipeline stage, because the loss there reads them."""
 
     routes: Recorded | None = None
     """The experts that the pass chose, if it recorded them."""
@@ -161,11 +155,8 @@ def _over_ranks(statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def choose_softmax(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Softmax, str]:
-    """The softmax for this `actor.logprob_kernel`, and its name for the log, with the reason if it is torch's.
-
-    Raises:
-        UserError: `triton` cannot run here.
-    """
+    """The softmax for this `actor.logprob_kernel`, and its name for the log, with the reason if it is torch's. Raises
+    UserError if `triton` cannot run here."""
     problem = ""
     if device.type != "cuda":
         problem = "there is no CUDA device"

@@ -1,7 +1,7 @@
 """Low-rank adapters on Megatron's linear layers: B A x alpha / r is added to a layer's output.
 
-Each projection has its own A and B, as in PEFT, also where Megatron fuses several into one layer
-(`weights/mapping.py:adapter_rows`). How tensor-parallel ranks split A and B, and what they exchange, r numbers a token:
+Each projection has its own A and B, as in PEFT, also where Megatron fuses several (`weights/mapping.py:adapter_rows`).
+How tensor-parallel ranks split A and B, and what they exchange, r numbers a token:
 
     column-parallel   A on every rank, B by rows as the weight      A x is gathered over the sequence, or copied
     row-parallel      A by columns as the weight, B on every rank   A x is summed over the ranks
@@ -49,10 +49,9 @@ from dppo_megatron.weights.mapping import (
     is_expert,
     layer_of,
 )
+from dppo_megatron.weights.sharded import local_shards, place_of
 
 _ROW_PARALLEL = ("linear_proj", "linear_fc2")
-_LINEAR = ("linear_qkv", "linear_fc1", *_ROW_PARALLEL)
-_LATENT_LINEAR = ("linear_q_proj", *(f"linear_{part}_{way}_proj" for part in ("q", "kv") for way in ("down", "up")))
 _EXCHANGE = {
     (False, False): copy_to_tensor_model_parallel_region,
     (False, True): gather_from_sequence_parallel_region,
@@ -63,38 +62,20 @@ _EXCHANGE = {
 
 
 def add_adapters(chunks: Sequence[GPTModel], architecture: Architecture, seed: int) -> None:
-    """Freeze all parameters and add adapters to the targets of `architecture.lora`, in place. B starts at 0.
-
-    A is drawn as in PEFT, from U(-1 / sqrt(in), 1 / sqrt(in)). It depends only on seed, layer, expert and projection,
-    so it is the same in every layout.
-    """
+    """Freeze all parameters and add adapters to the targets of `architecture.lora`, in place. B starts at 0. A is drawn
+    as in PEFT, from U(-1 / sqrt(in), 1 / sqrt(in)), and the same in every layout."""
     for chunk in chunks:
         chunk.requires_grad_(False)
-        for name, module in list(chunk.named_modules()):
-            if name.rpartition(".")[2] not in (*_LINEAR, *_LATENT_LINEAR):
-                continue
-            key, place = _address(chunk, name, architecture)
-            if adapter_key(key, "a") in adapter_rows(architecture):
+        shards = {shard.data.data_ptr(): shard for shard in local_shards([chunk]) if shard.data is not None}
+        for module in list(chunk.modules()):
+            weight = getattr(module, "weight", None)
+            shard = shards.get(weight.data_ptr()) if isinstance(weight, Tensor) else None
+            if shard is not None and adapter_key(shard.key, "a") in adapter_rows(architecture):
                 kind: Any = type(module)
                 module.__class__ = _adapted(kind)  # still Megatron's own layer, with the same state-dict keys
-                module.adapt(key, place, architecture, seed)
+                module.adapt(shard.key, place_of(shard), architecture, seed)
         if chunk.pre_process:  # recomputation gives a layer's parameters no gradient if its input requires none
             chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
-
-
-def _address(chunk: GPTModel, name: str, architecture: Architecture) -> tuple[str, Place]:
-    """The global key and place of a linear layer's weight.
-
-    Example: the second stage's decoder.layers.0.mlp.linear_fc1 -> decoder.layers.mlp.linear_fc1.weight, (2,)
-    """
-    _, _, number, *inside = name.split(".")
-    layer = chunk.decoder.layers[int(number)].layer_number - 1
-    layers, place = ("decoder.layers", (layer,)) if not architecture.has_layer_keys else (f"decoder.layers.{layer}", ())
-    if "local_experts" not in inside:
-        return ".".join([layers, *inside, "weight"]), place
-    experts = chunk.decoder.layers[int(number)].mlp.experts.num_local_experts
-    expert = parallel_state.get_expert_model_parallel_rank() * experts + int(inside[-2])
-    return f"{layers}.mlp.experts.experts.{inside[-1]}.weight", (*place, expert)
 
 
 @functools.cache

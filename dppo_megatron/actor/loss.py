@@ -1,10 +1,8 @@
 """The loss hook: multiplies per-token losses by the samples' weights and cancels Megatron's own scaling.
 
-The hook returns sum_t coefficient_t * loss_t, where coefficient = weight / frozen denominator of the sample.
-Megatron's schedule then divides by the number of micro-batches and its data-parallel wrapper averages over ranks,
-so the hook multiplies by both: the gradient is exactly that of the weighted full-batch objective, however the
-samples were packed, split over ranks or into pipeline micro-batches. (Under context parallelism every rank of the
-group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average over them.)
+The hook returns sum_t coefficient_t * loss_t, where coefficient = weight / frozen denominator of the sample, times what
+Megatron divides by: the number of micro-batches and of data-parallel ranks. (Under context parallelism every rank of
+the group computes the same loss and differentiates its own tokens; the schedule's factor cp undoes the average.)
 """
 
 from __future__ import annotations

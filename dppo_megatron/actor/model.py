@@ -1,9 +1,8 @@
 """Builds a megatron-core GPTModel with the shape of a Hugging Face checkpoint.
 
-There are two layer specs: Transformer Engine's where it is installed on CUDA, else Megatron's local one with this
-project's packed attention and norm. Both have the same sharded keys, so checkpoints and the weight table fit both.
-The attention applies the position embedding (`rotary.py`). The model returns hidden states; `logprobs.py` applies the
-output layer in chunks.
+There are two layer specs, Transformer Engine's and Megatron's local one with this project's packed attention and norm.
+Both have the same sharded keys. The attention applies the position embedding (`attention.py`). The model returns hidden
+states; `logprobs.py` applies the output layer in chunks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,36 +24,27 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from dppo_megatron.actor.attention import NormedResidual, PackedAttention, RMSNorm
-from dppo_megatron.actor.latent import LatentAttention
+from dppo_megatron.actor.attention import NormedResidual, PackedAttention, RMSNorm, Rotating
 from dppo_megatron.actor.overrides import Overrides
-from dppo_megatron.actor.rotary import Rotating
 from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.layer_parts import Experts, Gemma, Latent, Rope
+from dppo_megatron.weights.layer_parts import Gemma, Latent, Rope, deinterleave
 from dppo_megatron.weights.mapping import POST_ATTENTION, POST_MLP
-
-_RECIPES: dict[str, dict[str, Any]] = {
-    "off": {},
-    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "delayed": {
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-    },
-    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-}
-"""`actor.fp8` -> Megatron's settings; packing/alignment.py has the multiple of tokens that each recipe needs."""
 
 
 def overrides(
@@ -74,24 +64,16 @@ def overrides(
 def check_settings(
     config: ActorConfig, architecture: Architecture, dtype: torch.dtype, spec: LayerSpec, *, runs_here: bool
 ) -> list[str]:
-    """Check `actor.megatron` and `actor.ddp`; returns the warning of `not_tried`. Needs no process group.
-
-    Args:
-        runs_here: the job will run on this machine. If not, only our own tables are checked, because Megatron's checks
-            depend on the installed packages.
-
-    Raises:
-        UserError: a field that cannot have its value.
-    """
+    """Check `actor.megatron` and `actor.ddp`; returns the warning of `not_tried`. Needs no process group. Raises
+    UserError for a field that cannot have its value. `runs_here`: the job will run on this machine; if not, only our
+    own tables are checked, because Megatron's checks depend on the installed packages."""
     both = overrides(architecture, dtype, config, spec)
     for one in both if runs_here else ():
         one.build()
     flex = architecture.experts and config.megatron.get("moe_token_dispatcher_type") == "flex"
     if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron checks when it builds a layer
-        raise UserError(
-            "actor.megatron.moe_token_dispatcher_type = flex: DeepEP is not installed (the package deep_ep); use"
-            " alltoall"
-        )
+        missing = "DeepEP is not installed (the package deep_ep)"
+        raise UserError(f"actor.megatron.moe_token_dispatcher_type = flex: {missing}; use alltoall")
     return not_tried(both)
 
 
@@ -161,8 +143,13 @@ def _settings(architecture: Architecture, dtype: torch.dtype, config: ActorConfi
 
 def _fp8_settings(config: ActorConfig) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig for `actor.fp8`; nothing when it is off."""
-    settings = dict(_RECIPES[config.fp8])
-    if settings and config.fp8_bf16_layers:
+    if config.fp8 == "off":
+        return {}
+    fp8 = "hybrid" if config.fp8 in ("tensorwise", "delayed") else "e4m3"
+    settings: dict[str, Any] = {"fp8": fp8, "fp8_recipe": config.fp8}
+    if config.fp8 == "delayed":
+        settings |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    if config.fp8_bf16_layers:
         settings |= {
             "first_last_layers_bf16": True,
             "num_layers_at_start_in_bf16": config.fp8_bf16_layers,
@@ -185,8 +172,7 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
     experts = architecture.experts
     if experts is None:
         return settings
-    if experts.is_sigmoid:
-        settings |= _like_deepseek(experts)
+    is_limited = experts.groups > 1
     return settings | {
         # a list gives each layer its own keys in the sharded state dict (`Architecture.has_layer_keys`)
         "moe_layer_freq": [int(architecture.has_experts(layer)) for layer in range(architecture.num_layers)],
@@ -198,6 +184,11 @@ def _experts(architecture: Architecture, config: ActorConfig, spec: LayerSpec) -
         "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
         "moe_router_pre_softmax": not experts.normalize_weights,
         "moe_router_score_function": "sigmoid" if experts.is_sigmoid else "softmax",
+        "moe_router_enable_expert_bias": experts.is_sigmoid,
+        # not updated in RL: it balances the load over pre-training's data, and engines cannot be told to change it
+        "moe_router_bias_update_rate": 0.0 if experts.is_sigmoid else 1e-3,
+        "moe_router_num_groups": experts.groups if is_limited else None,
+        "moe_router_group_topk": experts.groups_per_token if is_limited else None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # its statistics would cover the kept completions only
         "moe_grouped_gemm": spec == "te" and not config.lora.experts,  # adapters need a linear layer per expert
@@ -236,18 +227,6 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _like_deepseek(experts: Experts) -> dict[str, Any]:
-    """Fields for sigmoid routers."""
-    is_limited = experts.groups > 1
-    return {
-        # not updated in RL: it balances the load over pre-training's data, and engines cannot be told to change it
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_num_groups": experts.groups if is_limited else None,
-        "moe_router_group_topk": experts.groups_per_token if is_limited else None,
-    }
-
-
 def build_model(architecture: Architecture, config: TransformerConfig, spec: LayerSpec) -> list[GPTModel]:
     """This rank's model chunks with random weights: one for each virtual pipeline stage, or a single one."""
     count, chunks = config.virtual_pipeline_model_parallel_size, []
@@ -255,14 +234,14 @@ def build_model(architecture: Architecture, config: TransformerConfig, spec: Lay
         at: dict[str, Any] = {"ignore_virtual": stage is None, "vp_stage": stage}
         model = GPTModel(
             config=config,
-            transformer_layer_spec=_LAYER_SPECS[spec](architecture, config, stage),
+            transformer_layer_spec=_block_spec(architecture, config, stage, spec),
             vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(**at),
             post_process=parallel_state.is_pipeline_last_stage(**at),
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied_embeddings,
-            position_embedding_type="none",  # the attention applies it (rotary.py)
+            position_embedding_type="none",  # the attention applies it (attention.py)
             vp_stage=stage,
         )
         if model.pre_process and architecture.gemma is not None:
@@ -271,6 +250,78 @@ def build_model(architecture: Architecture, config: TransformerConfig, spec: Lay
             model.output_layer.__class__ = DeferredOutputLayer
         chunks.append(model)
     return chunks
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """Multi-head latent attention (DeepSeek-V3): Megatron's module with this project's rotary embedding.
+
+        hidden --linear_q_down--> [q rank] --norm, linear_q_up--> queries: a part without positions, a rotary part
+          '----linear_kv_down--> [kv rank] --norm, linear_kv_up--> keys without positions, values
+                             '-> the rotary part of the keys, shared by all heads
+
+    Here the rotary part comes first in queries and keys, so that the core attention can rotate it as a partial rotary
+    embedding; the order of dimensions does not change a product of queries and keys. Megatron's own method also loses
+    gradient in local layers, where linear_kv_down is split over ranks: a rank's gradient of the shared rotary part
+    covers only its own heads, and Megatron does not sum it over ranks (`_of_all_heads` does).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        c = self.config
+        rows = {"linear_q_down_proj": c.q_lora_rank, "linear_kv_down_proj": c.kv_lora_rank + c.qk_pos_emb_head_dim}
+        for name, all_rows in rows.items():
+            weight = getattr(getattr(self, name, None), "weight", None)
+            if weight is not None and len(weight) == all_rows:
+                # Transformer Engine marks even an unsplit weight as a shard: the gradient norm would count it once
+                # for each rank
+                weight.tensor_model_parallel = False
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """hidden_states [T (/ tp), 1, hidden] -> queries and keys [T, H / tp, D], values [T, H / tp, value dim], and
+        the compressed inputs of queries and of keys."""
+        c, heads = self.config, self.num_attention_heads_per_partition
+        if c.q_lora_rank is None:
+            compressed = hidden_states
+            queries, _ = self.linear_q_proj(hidden_states)
+        else:
+            (compressed,) = self._compressed(self.linear_q_down_proj, hidden_states, [c.q_lora_rank])
+            compressed = self.q_layernorm(self._as_input_tokens(compressed, hidden_states))
+            queries, _ = self.linear_q_up_proj(compressed)
+        sizes = [c.kv_lora_rank, c.qk_pos_emb_head_dim]
+        latent, rotary = self._compressed(self.linear_kv_down_proj, hidden_states, sizes)
+        latent = self.kv_layernorm(self._as_input_tokens(latent, hidden_states))
+        keys_values, _ = self.linear_kv_up_proj(latent)
+        queries = queries.view(-1, heads, c.qk_head_dim + c.qk_pos_emb_head_dim)
+        plain_q, rotary_q = queries.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
+        plain_k, values = keys_values.view(-1, heads, c.qk_head_dim + c.v_head_dim).split(
+            [c.qk_head_dim, c.v_head_dim], -1
+        )
+        rotary_k = self._of_all_heads(rotary, len(values)).view(-1, 1, c.qk_pos_emb_head_dim)
+        query = torch.cat([deinterleave(rotary_q), plain_q], -1)
+        key = torch.cat([deinterleave(rotary_k).expand(-1, heads, -1), plain_k], -1)
+        return query, key, values, compressed, latent
+
+    def _compressed(self, linear: Any, hidden_states: Tensor, sizes: list[int]) -> list[Tensor]:
+        """The full output of `linear`, split into these sizes along the last dimension: of all tokens if Megatron
+        splits the layer's rows over ranks, of this rank's if every rank has all rows (Transformer Engine)."""
+        out, _ = linear(hidden_states)
+        if out.size(-1) != sum(sizes):
+            out = gather_from_tensor_model_parallel_region(out)
+        return list(out.split(sizes, -1))
+
+    def _as_input_tokens(self, compressed: Tensor, hidden_states: Tensor) -> Tensor:
+        """`compressed` for the tokens of `hidden_states` only: this rank's, under sequence parallelism."""
+        has_all = len(compressed) != len(hidden_states)
+        return scatter_to_sequence_parallel_region(compressed) if has_all else compressed
+
+    def _of_all_heads(self, rotary: Tensor, tokens: int) -> Tensor:
+        """[T, 1, rotary dim] of all tokens; its gradient is summed over the heads of all ranks."""
+        is_share = len(rotary) != tokens
+        spread = gather_from_sequence_parallel_region if is_share else copy_to_tensor_model_parallel_region
+        all_tokens: Tensor = spread(rotary)
+        return all_tokens
 
 
 class ScaledEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
@@ -301,19 +352,6 @@ def output_weight(model: GPTModel) -> Tensor:
     return weight
 
 
-def _layers(
-    architecture: Architecture,
-    config: TransformerConfig,
-    virtual_stage: int | None,
-    kinds: Callable[[bool, Rope], ModuleSpec],
-) -> list[ModuleSpec]:
-    """The spec of each layer of this stage, from `kinds(has_experts, position embedding)`."""
-    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage)
-    stage = range(first, first + count)
-    return [kinds(architecture.has_experts(layer), architecture.rope_of(layer)) for layer in stage]
-
-
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -326,69 +364,69 @@ _LATENT = {
 """Key prefix of a local layer's norm -> that of Transformer Engine's spec, which fuses norm and linear layer."""
 
 
-def _local_spec(
-    architecture: Architecture, config: TransformerConfig, virtual_stage: int | None
+def _block_spec(
+    architecture: Architecture, config: TransformerConfig, virtual_stage: int | None, spec: LayerSpec
 ) -> TransformerBlockSubmodules:
+    """The specs of the layers of this stage."""
+    core, norm = (PackedAttention, RMSNorm) if spec == "local" else _te_modules()
+
     @functools.cache
     def layer(has_experts: bool, rope: Rope) -> ModuleSpec:
-        layer = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts if has_experts else None,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=architecture.latent is not None,
-            normalization="RMSNorm",
-        )
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        keys = layer.submodules.sharded_state_dict_keys_map = dict(_NORMS if architecture.latent is None else _LATENT)
-        if has_experts:  # Transformer Engine's spec does not fuse this norm with the experts, so it keeps its own key
-            del keys["pre_mlp_layernorm."]
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(
-            module=PackedAttention, params={"rope": rope, "interleaved": architecture.is_glm4}
-        )
+        layer = (_local_layer if spec == "local" else _te_layer)(architecture, config, has_experts)
+        attention = layer.submodules.self_attention
+        params = {"rope": rope, "interleaved": architecture.is_glm4}
+        attention.submodules.core_attention = ModuleSpec(module=core, params=params)
         if architecture.latent is not None:
-            layer.submodules.self_attention.module = LatentAttention
-            attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        elif architecture.qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.module = LatentAttention
         if architecture.post_norms:
-            _norm_residuals(layer.submodules, RMSNorm, config)
+            _norm_residuals(layer.submodules, norm, config)
         return layer
 
-    layers = _layers(architecture, config, virtual_stage, layer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
+    stage = range(first, first + get_num_layers_to_build(config, vp_stage=virtual_stage))
+    layers = [layer(architecture.has_experts(number), architecture.rope_of(number)) for number in stage]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _te_spec(
-    architecture: Architecture, config: TransformerConfig, virtual_stage: int | None
-) -> TransformerBlockSubmodules:
+def _local_layer(architecture: Architecture, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=architecture.latent is not None,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    keys = layer.submodules.sharded_state_dict_keys_map = dict(_NORMS if architecture.latent is None else _LATENT)
+    if has_experts:  # Transformer Engine's spec does not fuse this norm with the experts, so it keeps its own key
+        del keys["pre_mlp_layernorm."]
+    attention = layer.submodules.self_attention.submodules
+    if architecture.latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _te_modules() -> tuple[type, type]:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
     class TransformerEngineAttention(Rotating, TEDotProductAttention):  # type: ignore[misc]
         """Transformer Engine's own fused rotary kernel for packs is slow with many sequences (TransformerEngine#2866)
         and rounds differently from the rollout engines'."""
 
-    @functools.cache
-    def layer(has_experts: bool, rope: Rope) -> ModuleSpec:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts if has_experts else None,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=architecture.latent is not None,
-        )
-        if architecture.latent is not None:
-            layer.submodules.self_attention.module = LatentAttention
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = ModuleSpec(
-            module=TransformerEngineAttention, params={"rope": rope, "interleaved": architecture.is_glm4}
-        )
-        if architecture.lora is not None:
-            _separate_norms(layer.submodules, has_experts)
-        if architecture.post_norms:
-            _norm_residuals(layer.submodules, TENorm, config)
-        return layer
+    return TransformerEngineAttention, TENorm
 
-    layers = _layers(architecture, config, virtual_stage, layer)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+
+def _te_layer(architecture: Architecture, config: TransformerConfig, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=architecture.latent is not None,
+    )
+    if architecture.lora is not None:
+        _separate_norms(layer.submodules, has_experts)
+    return layer
 
 
 def _separate_norms(layer: Any, has_experts: bool) -> None:
@@ -411,9 +449,3 @@ def _separate_norms(layer: Any, has_experts: bool) -> None:
 def _norm_residuals(layer: Any, norm: Any, config: TransformerConfig) -> None:
     layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedResidual, params={"norm": norm, "config": config})
     layer.sharded_state_dict_keys_map |= {"self_attn_bda.norm.": POST_ATTENTION, "mlp_bda.norm.": POST_MLP}
-
-
-_LAYER_SPECS: dict[LayerSpec, Callable[[Architecture, TransformerConfig, int | None], TransformerBlockSubmodules]] = {
-    "local": _local_spec,
-    "te": _te_spec,
-}

@@ -1,20 +1,10 @@
 """Moves training state to host memory while servers generate on the same GPUs.
 
-Training a bfloat16 model takes 18 bytes per parameter: weights 2, gradients 4, main parameters and moments 12. In the
-following order, also used by verl, slime and NeMo-RL, a GPU never holds the trainer's and the servers' state at once:
-
-    trainer   update | free gradients, optimizer to host | weights to servers | weights to host |           | onload
-    servers   asleep | asleep                            | wake weights       | hold weights    | wake cache,
-                                                                                                  generate, sleep
-
-The weights are offloaded after every rank has sent them to the servers and before any server allocates its cache
-(`rollout/sync/weight_sync.py`). `steps/loop.py` makes the calls, for `actor.offload`.
-
-Gradients and Transformer Engine's 8-bit copies of weights are freed, not copied: the next step zeroes or recreates them
-anyway. Offloaded optimizer tensors point to a host copy, from which a checkpoint can be written. Weights keep their
-tensors, since the model's parameters are views of one buffer, and only release the storage. On CUDA the host copies are
-pinned, and kept for reuse. Copies are asynchronous, with one wait at the end: the allocator reuses freed memory in
-stream order.
+docs/actor.md has the order of the calls. Gradients and Transformer Engine's 8-bit copies of weights are freed, not
+copied: the next step zeroes or recreates them anyway. Offloaded optimizer tensors point to a host copy, from which a
+checkpoint can be written. Weights keep their tensors, since the model's parameters are views of one buffer, and only
+release the storage. On CUDA the host copies are pinned, and kept for reuse. Copies are asynchronous, with one wait at
+the end: the allocator reuses freed memory in stream order.
 """
 
 from __future__ import annotations
@@ -30,11 +20,7 @@ Part = Literal["gradients", "optimizer", "weights"]
 
 
 class Offload:
-    """Moves one actor's training state off its device and back. Repeating a call has no effect.
-
-    Args:
-        device: where the state lives during training.
-    """
+    """Moves one actor's training state off its `device` and back. Repeating a call has no effect."""
 
     def __init__(self, model: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._model, self._device = model, device
@@ -67,12 +53,12 @@ class Offload:
             for tensor in self._optimizer_tensors(optimizer):
                 if tensor.device == self._device:  # not one that the optimizer itself keeps on the host
                     host = self._host_buffer("optimizer", id(tensor), tensor)
-                    self._copy(tensor, host)
+                    host.copy_(tensor.detach(), non_blocking=True)
                     tensor.data = host
             self._offloaded.add("optimizer")
         if weights and "weights" not in self._offloaded:
             for whole in self._weights():
-                self._copy(whole, self._host_buffer("weights", _storage_id(whole), whole))
+                self._host_buffer("weights", _storage_id(whole), whole).copy_(whole.detach(), non_blocking=True)
                 self._release(whole)
             self._offloaded.add("weights")
             self._point_mains_to_host(optimizer)
@@ -85,7 +71,7 @@ class Offload:
         if "weights" in self._offloaded:
             for whole in self._weights():
                 self._restore(whole)
-                self._copy(self._host["weights", _storage_id(whole)], whole)
+                whole.detach().copy_(self._host["weights", _storage_id(whole)], non_blocking=True)
             self._offloaded.discard("weights")
             for main, on_device in self._mains_on_host:
                 main.data = on_device
@@ -112,10 +98,8 @@ class Offload:
         return whole[start : start + param.numel()].view(param.shape)
 
     def _point_mains_to_host(self, optimizer: Any) -> None:
-        """Make float32 main parameters that are views of the weights view the host copy: a checkpoint reads them.
-
-        The model's own parameters are left alone: they would lose Megatron's hooks if their device changed.
-        """
+        """Make float32 main parameters that are views of the weights view the host copy: a checkpoint reads them. The
+        model's own parameters are left alone: they would lose Megatron's hooks if their device changed."""
         own = {id(param) for model in self._model for param in model.parameters()}
         for main in self._mains(optimizer):
             if id(main) not in own and ("weights", _storage_id(main)) in self._host:
@@ -148,10 +132,8 @@ class Offload:
             yield from (param.data for param in model.parameters() if id(param) not in seen)
 
     def _optimizer_tensors(self, optimizer: Any) -> Iterator[Tensor]:
-        """Main parameters and optimizer states that share no storage with the weights.
-
-        A float32 model has no main parameters: the optimizer updates views of the weights, which move with the weights.
-        """
+        """Main parameters and optimizer states that share no storage with the weights. A float32 model has no main
+        parameters: the optimizer updates views of the weights, which move with the weights."""
         weights = {_storage_id(param) for model in self._model for param in model.parameters()}
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             inner = part.optimizer
@@ -171,9 +153,6 @@ class Offload:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
             self._host[part, owner] = buffer
         return buffer
-
-    def _copy(self, source: Tensor, target: Tensor) -> None:
-        target.detach().copy_(source.detach(), non_blocking=True)
 
     def _release(self, whole: Tensor) -> None:
         storage = whole.untyped_storage()

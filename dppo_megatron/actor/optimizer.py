@@ -1,9 +1,5 @@
 """Builds Megatron's optimizer and learning-rate schedule. Its checkpoints work with torch's AdamW and are saved without
-gathering the whole model on every rank.
-
-Both fixes are subclasses of Megatron's distributed optimizer rather than patches, so that nothing else in the process
-changes.
-"""
+gathering the whole model on every rank."""
 
 from __future__ import annotations
 
@@ -36,13 +32,8 @@ schedule prefers a group's learning rates to its own, so a run resumed with othe
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Adam with decoupled weight decay and global gradient-norm clipping.
-
-    A `max_grad_norm` of 0 becomes infinity, because with Megatron's 0 the norm is not computed, and we report it.
-
-    Raises:
-        UserError: moments or main parameters in fewer bits need a package that is not installed.
-    """
+    """Adam with decoupled weight decay and global gradient-norm clipping. Raises UserError if moments or main
+    parameters in fewer bits need a package that is not installed."""
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -52,7 +43,7 @@ def build_optimizer(
             adam_beta1=config.adam_beta1,
             adam_beta2=config.adam_beta2,
             adam_eps=config.adam_eps,
-            clip_grad=config.max_grad_norm or math.inf,
+            clip_grad=config.max_grad_norm or math.inf,  # with Megatron's 0 the norm is not computed, and we report it
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
@@ -112,8 +103,8 @@ def repair(optimizer: MegatronOptimizer) -> None:
     """Make every distributed optimizer in `optimizer` save and load as the classes below do, and every torch Adam use
     its fused kernel; in place.
 
-    Megatron builds Adam without it: on CUDA, `foreach` then needs temporaries of several times the parameters' size; on
-    a CPU, the plain loop makes ten passes over each parameter. Fused steps differ only by rounding.
+    Megatron builds Adam without it: on CUDA, `foreach` then needs temporaries of several times the parameters' size.
+    Fused steps differ only by rounding.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
@@ -200,17 +191,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
     """A `DistributedOptimizer` that saves and loads whole parameters without gathering the whole model on each rank.
 
     Megatron's format that loads at any layout (`fully_reshardable`) stores whole parameters. To assemble them, Megatron
-    gathers the float32 parameters and both moments, 12 bytes per parameter, in the host memory of every data-parallel
-    rank, both when saving and when loading: 770 GB on a node of eight ranks for 8 billion parameters. But each rank
-    holds one contiguous range of the flat buffer, so nearly every parameter is complete on one rank already:
+    gathers 12 bytes per parameter in the host memory of every data-parallel rank, when saving and when loading. But
+    each rank holds one contiguous range of the flat buffer, so nearly every parameter is complete on one rank already:
 
     flat buffer    | embedding         | q | k | v | ... | fc1        | fc2        | norm |
         ranks          |--- 0 ---|--- 1 ---|--- 2 ---------|------ 3 ------|------ 4 ----------|
                           embedding: 0 sends its part to 1       fc1: 4 gets the rest of 3, and so on
 
     Here the rank that holds most of a parameter writes it, and only pieces of parameters that cross a boundary are
-    sent. When loading, a rank reads the parameters that overlap its range. The files have Megatron's format, key by
-    key.
+    sent. When loading, a rank reads the parameters that overlap its range. The files have Megatron's format.
     """
 
     def state_dict(self) -> Any:
@@ -234,8 +223,10 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         rank = self.data_parallel_group.rank()
         out: dict[int, dict[str, Any]] = {}
         for index, (param, spread) in enumerate(self._spreads()):
+            if rank not in spread.pieces:
+                continue
             if is_loading:
-                states = self._empty(param) if rank in spread.pieces else {}
+                states = {name: torch.empty(param.shape, dtype=torch.float32, device="cpu") for name in _STATES}
             else:
                 states = self._whole(param, spread, rank)
             if states:
@@ -253,13 +244,8 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
                 shard = bucket.grad_data.numel() // size
                 yield param, Spread.of(start - bucket.offset, end - bucket.offset, shard)
 
-    def _empty(self, param: torch.nn.Parameter) -> dict[str, Tensor]:
-        return {name: torch.empty(param.shape, dtype=torch.float32, device="cpu") for name in _STATES}
-
     def _whole(self, param: torch.nn.Parameter, spread: Spread, rank: int) -> dict[str, Tensor]:
         """The parameter's states in its shape, on the rank that writes it; others send their pieces and return {}."""
-        if rank not in spread.pieces:
-            return {}
         group, order = self.model_param_group_index_map[param]
         main = self.optimizer.param_groups[group]["params"][order]
         # before its first step a fused Adam has no moments, and has not created main parameters that it keeps itself

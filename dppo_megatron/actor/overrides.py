@@ -1,10 +1,9 @@
 """`actor.megatron` and `actor.ddp`: fields of Megatron's own dataclasses, checked before a model is built.
 
 Megatron has some 250 fields and every release adds more, so they are not copied into the schema. The tables below list
-the fields that are refused, with the reason: another setting decides the field, or it would have no effect or a wrong
-one. Megatron would accept most of them and ignore them, because its training program, loss or attention does not run
-here. Any other field is accepted, and the log lists it as not tried unless a test trains with it. The tables follow the
-sources of megatron-core 0.16.1 and 0.19.2; tests/test_actor_settings.py checks all fields of the installed version.
+the fields that are refused, with the reason. Megatron would accept most of them and ignore them, because its training
+program, loss or attention does not run here. Any other field is accepted, and the log lists it as not tried unless a
+test trains with it. The tables follow the sources of megatron-core 0.16.1 and 0.19.2.
 """
 
 from __future__ import annotations
@@ -50,19 +49,11 @@ DECIDED = _by_name(
 )
 """Field -> what decides its value. Setting that same value is no error."""
 
-_NO_LAYERS = "no model family here has such layers"
-_DROPS = "tokens beyond the capacity would be dropped, so log-probabilities would not be the policy's"
+_NO_EFFECT = "it would have no effect: Megatron-core ignores it, or reads it in a part of it that does not run here"
 _FUNCTION = "it is a function or an object, which a config file cannot hold, or Megatron sets it itself"
-_TP_OVERLAP = (
-    "Transformer Engine's buffers for tp_comm_overlap are made by Megatron's training program, not by its core"
-)
-_GROUPS = "it needs process groups that are not created here (actor.layout decides which are)"
-_STEP = "the forward step here lacks the third argument that Megatron would pass"
+_TP_OVERLAP = "the buffers for tp_comm_overlap are made by Megatron's training program, not by its core"
 _OFFLOADS = "it fixes the number and order of micro-batches in its first pass, and here they differ from step to step"
-_FP8_PARAMETERS = (
-    "Megatron would build its float32 parameters from the random initialisation and not from the checkpoint, so the"
-    " first update would undo the loaded weights"
-)
+_FP8_PARAMETERS = "Megatron would build its float32 parameters from the random initialisation, not from the checkpoint"
 _AUX = "router losses are off: they would balance the kept completions only, and depend on how samples are packed"
 _ROUTING = "it changes which experts a token visits, or their weights, so log-probabilities would differ from servers'"
 
@@ -75,56 +66,47 @@ REFUSED = _by_name(
         "no family here has it, and attention on CPUs and without Transformer Engine is this program's own": "qk_clip*"
         " softmax_type qk_l2_norm log_max_attention_logit attention_output_gate multi_latent_attention"
         " apply_query_key_layer_scaling",
-        "it belongs to Megatron's unfused attention, which does not run here": "masked_softmax_fusion"
-        " attention_softmax_in_fp32",
-        "it is for Megatron's own tests": "test_mode",
         "it would train another model than the checkpoint's, which servers would not run": "use_mup mup_*"
         " apply_residual_connection_post_layernorm glu_linear_offset"
         " activation_func_clamp_value moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size",
-        _NO_LAYERS: "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model heterogeneous_block_specs"
-        " hetereogenous_dist_checkpoint experimental_attention_variant* use_fused_weighted_squared_relu",
+        "no model family here has such layers": "mtp_* dsa_* linear_* mamba_* use_mamba_mem_eff_path is_hybrid_model"
+        " heterogeneous_block_specs hetereogenous_dist_checkpoint experimental_attention_variant*"
+        " use_fused_weighted_squared_relu",
         "it runs them on a separate CUDA stream, which no test here can": "moe_shared_expert_overlap"
         " use_grouped_gemm_for_shared_expert",
-        "weights are loaded from the checkpoint, so their initialisation has no effect": "init_method_std"
-        " embedding_init_method_std",
         _FUNCTION: "init_method output_layer_init_method embedding_init_method timers finalize_model_grads_func"
-        " *_scale_func *_sync_func _cpu_offloading_context quant_recipe",
+        " *_scale_func *_sync_func _cpu_offloading_context quant_recipe fp8_quantizer_factory",
         "packs have a new shape every time, and a CUDA graph has one fixed shape": "*cuda_graph*",
-        "it is for Megatron's own inference; rollouts come from rollout.engine": "inference_* flash_decode"
-        " cache_mla_latents use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill",
+        "it is for Megatron's own inference and tests; rollouts come from rollout.engine": "inference_* flash_decode"
+        " cache_mla_latents use_inference_optimized_layers mlp_chunks_for_prefill nccl_all_reduce_for_prefill"
+        " test_mode",
         _TP_OVERLAP: "tp_comm_*",
         "Megatron schedules it by layers, which needs its own forward step": "overlap_moe_expert_parallel_comm"
         " delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
-        " overlap_dispatch_backward_with_experts_wgrad",
-        _GROUPS: "pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes"
-        " num_distributed_optimizer_instances *num_weight_shards *gtp_weight_remat_size",
-        "random generators are seeded when the process groups are created, not by this": "use_te_rng_tracker",
+        " overlap_dispatch_backward_with_experts_wgrad num_microbatches_with_partial_activation_checkpoints",
+        "it needs process groups that are not created here (actor.layout decides which are)": "*optimizer_instances"
+        " pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes *num_weight_shards"
+        " *gtp_weight_remat_size",
         "sequences are distributed over context-parallel ranks by this program's packing": "hybrid_context_parallel"
         " max_seqlen_per_dp_cp_rank",
         "the weight table has a tensor for each expert": "moe_single_grouped_*",
         "this torch has no ring_exchange; only NVIDIA's own build does": "use_ring_exchange_p2p",
-        _STEP: "num_microbatches_with_partial_activation_checkpoints",
         "the loss is already divided by the planned denominator (docs/architecture.md)": "calculate_per_token_loss",
         "residuals have model.dtype, as in servers and between pipeline stages": "fp32_residual_connection",
-        "there is no dropout, so there is nothing to fuse": "bias_dropout_fusion",
-        "the norms are Transformer Engine's or this program's own, which ignore it": "persist_layer_norm"
-        " memory_efficient_layer_norm",
         "this program's timers never wait for other ranks": "barrier_with_L1_time",
-        "Megatron allows it only with Transformer Engine and without pipeline stages or recomputation;"
-        " actor.recompute saves the same memory": "cpu_offloading*",
+        "actor.recompute saves the same memory, also with pipeline stages": "cpu_offloading*",
         _OFFLOADS: "fine_grained_* offload_modules min_offloaded_tensor_size delta_offload_bytes_across_pp_ranks"
         " activation_offload_fraction",
-        "Megatron-core ignores it": "moe_extended_tp async_tensor_model_parallel_allreduce fp8_interval"
-        " moe_token_dropping moe_per_layer_logging",
-        "it is an argument of the layer spec that is not passed here": "*kitchen*"
+        _NO_EFFECT: "masked_softmax_fusion attention_softmax_in_fp32 init_method_std embedding_init_method_std"
+        " use_te_rng_tracker bias_dropout_fusion persist_layer_norm memory_efficient_layer_norm moe_extended_tp"
+        " async_tensor_model_parallel_allreduce fp8_interval moe_token_dropping moe_per_layer_logging *kitchen*"
         " use_te_activation_func moe_use_legacy_grouped_gemm use_grouped_gemm_for_dense_mlp",
         "Transformer Engine has no FP8 attention over packs (thd)": "fp8_dot_product_attention"
         " fp8_multi_head_attention",
-        "actor.fp8 has no custom recipe": "fp8_quantizer_factory",
         "NVFP4 is not supported: unlike FP8 (actor.fp8), it has no hardware check, padding or gate here": "fp4*",
         _AUX: "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
-        _DROPS: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy"
-        " moe_expert_rank_capacity_factor",
+        "tokens beyond the capacity would be dropped, which no server does": "moe_expert_capacity_factor"
+        " moe_pad_expert_input_to_capacity moe_token_drop_policy moe_expert_rank_capacity_factor",
         "the correction bias keeps the checkpoint's value (docs/actor.md)": "moe_router_bias_update_rate"
         " moe_router_quantile_balancing_ema",
         _ROUTING: "moe_router_topk_limited_devices moe_router_force_* moe_input_jitter_eps",
@@ -150,11 +132,7 @@ ELSEWHERE = {
 }
 """Names in other programs' recipes that no dataclass of Megatron has -> what to use instead."""
 
-RECIPES = {
-    "fp8_margin": "delayed",
-    "fp8_wgrad": "delayed",
-    "tp_only_amax_red": "delayed",
-}
+RECIPES = dict.fromkeys(("fp8_margin", "fp8_wgrad", "tp_only_amax_red"), "delayed")
 """Field -> the only `actor.fp8` under which it has an effect."""
 
 _TESTED = (
@@ -180,14 +158,8 @@ class Overrides:
     fp8: str
 
     def merged(self) -> dict[str, Any]:
-        """Our values, overridden by the user's.
-
-        A refused field may still be set to the value that it has anyway (ours, or else Megatron's default) or to one
-        that switches the feature off.
-
-        Raises:
-            UserError: a field that the class does not have, or that may not have this value.
-        """
+        """Our values, overridden by the user's. A refused field may still be set to the value that it has anyway or to
+        one that switches the feature off. Raises UserError for other values, and for fields the class does not have."""
         known = {field.name: field for field in dataclasses.fields(self.cls) if field.init}
         settings = dict(self.ours)
         for key, value in self.given.items():

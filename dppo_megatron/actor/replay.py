@@ -1,9 +1,5 @@
-"""Routing replay: makes the routers of a mixture of experts choose recorded experts.
-
-Engine and actor round differently, so for the same token about one router in ten chooses other experts in the engine
-than in the actor, and the log-probabilities of the same weights differ. With replay, the actor uses the choice of the
-engine (or of its own first pass) and computes the weights of these experts from its current router logits, so the
-gradient is that of the policy with these experts.
+"""Routing replay (docs/actor.md): makes the routers of a mixture of experts choose recorded experts. Their weights are
+computed from the current router logits, so the gradient is that of the policy with these experts.
 
     samples  [tokens, layers, k] uint8       Megatron's TopKRouter
        '-- pack order, this rank's tokens ------> get_replay_topk: router weights of the forced experts
@@ -22,7 +18,6 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from dppo_megatron.actor.batch import Microbatch, Samples
@@ -72,11 +67,8 @@ class _Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] = torch.topk,
     ) -> tuple[Tensor, Tensor]:
-        """scores [tokens, E] -> ([tokens, k], [tokens, k]); Megatron's name and arguments (RouterReplay, 0.16.1).
-
-        A call outside a forward pass comes from a backward pass that recomputes. Micro-batches run backward in the
-        order in which they ran forward, so it takes the oldest entry.
-        """
+        """scores [tokens, E] -> ([tokens, k], [tokens, k]); Megatron's name and arguments (RouterReplay, 0.16.1). Calls
+        outside a forward pass come from a backward pass that recomputes, in the order of the forward passes."""
         forced = self._forced if self._is_forward else self._recomputed.popleft()
         if forced is None:
             values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -87,13 +79,6 @@ class _Replay:
         return values, chosen
 
 
-def _is_recomputed(config: TransformerConfig) -> bool:
-    """Whether routers run again in the backward pass."""
-    return config.recompute_granularity == "full" or (
-        config.recompute_granularity == "selective" and "moe" in config.recompute_modules
-    )
-
-
 class Routers:
     """The routers of this rank's model chunks; empty without `replays`."""
 
@@ -101,13 +86,13 @@ class Routers:
         self, chunks: Sequence[torch.nn.Module], architecture: Architecture, layout: Layout, *, replays: bool
     ) -> None:
         self._choices, self._layout = architecture.expert_choices, layout
-        self._of_chunk: list[dict[int, _Replay]] = []
-        for chunk in chunks:
-            by_layer: dict[int, _Replay] = {}
-            for module in chunk.modules():
-                if replays and isinstance(module, TopKRouter):
-                    by_layer[module.layer_number - 1] = module.router_replay = _Replay(_is_recomputed(module.config))
-            self._of_chunk.append(by_layer)
+        self._of_chunk: list[dict[int, _Replay]] = [{} for _ in chunks]
+        for chunk, by_layer in zip(chunks, self._of_chunk, strict=True):
+            for module in chunk.modules() if replays else ():
+                if isinstance(module, TopKRouter):
+                    how, parts = module.config.recompute_granularity, module.config.recompute_modules
+                    is_recomputed = how == "full" or (how == "selective" and "moe" in parts)
+                    by_layer[module.layer_number - 1] = module.router_replay = _Replay(is_recomputed)
 
     def _from_samples(self, samples: Samples, pack: Microbatch, chunk: int) -> Tensor | None:
         """The experts in a pack's samples, [this rank's tokens, the chunk's layers, k]; None if a sample has none."""
@@ -135,12 +120,8 @@ class Routers:
     def replaying(
         self, samples: Samples, routes: Recorded | None = None, recorded: dict[int, list[Tensor]] | None = None
     ) -> Iterator[Forward]:
-        """Around a pass over a plan: yields the function that makes each forward pass's context.
-
-        Args:
-            routes: the experts that another pass over the plan recorded; None: those in the samples, if they have any.
-            recorded: receives the experts that this pass uses.
-        """
+        """Around a pass over a plan: yields the function that makes each forward pass's context. `routes`: the experts
+        that another pass recorded; None: those in the samples, if they have any. `recorded` receives those used."""
         routes_left = {chunk: iter(parts) for chunk, parts in (routes or {}).items()}
 
         @contextmanager

@@ -53,11 +53,8 @@ def run_schedule(
 
 @contextmanager
 def _shapes_known(shapes: Sequence[tuple[int, int, int]]) -> Iterator[None]:
-    """Let pipeline stages take the shapes of received tensors from the plan: packs arrive in its order both ways.
-
-    Where lengths vary, Megatron sends each shape before its tensor, and the receiver's host waits until its device has
-    finished all earlier work. That happens twice per micro-batch, and no kernel is launched meanwhile.
-    """
+    """Let pipeline stages take the shapes of received tensors from the plan: packs arrive in its order both ways. Where
+    lengths vary, Megatron sends each shape first, and the receiver's host waits for its device to finish its work."""
     forward, backward = iter(shapes), iter(shapes)
 
     def planned(_self: Any, _to_next: Any, _to_previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
@@ -71,12 +68,9 @@ def _shapes_known(shapes: Sequence[tuple[int, int, int]]) -> Iterator[None]:
 
 
 def _timers(spans: Spans, device: torch.device) -> Callable[..., _Timer]:
-    """`timers` of Megatron's configuration for one pass over a plan: returns the timer of a name.
-
-    Megatron calls `start` and `stop`. On a GPU both wait for the device, because kernel launches alone would be timed
-    otherwise; so a recorded step is slower than others. Example: two micro-batches on one stage give, on the track
-    `micro-batches`, forward 0, backward 0, forward 1, backward 1.
-    """
+    """`timers` of Megatron's configuration for one pass over a plan: returns the timer of a name. On a GPU its `start`
+    and `stop` wait for the device, because kernel launches alone would be timed otherwise. Example: two micro-batches
+    on one stage give, on the track `micro-batches`, forward 0, backward 0, forward 1, backward 1."""
     timer = functools.cache(lambda name: _Timer(name, spans, device))
     return lambda name, log_level=None: timer(name)  # Megatron passes log_level to start a timer, not to stop it
 

@@ -1,11 +1,8 @@
 """The directories under checkpoints/, and the manifest in each, which lists its files with sizes and SHA-256 sums.
 
-The manifest is written last, so a directory with one is complete. It has a checksum of itself, since a flipped digit of
-its step would make a run resume at the wrong step. Each rank hashes the files that it wrote, and the ranks share the
-work of verifying, so that a whole checkpoint is never read by a single rank.
-
-Only `faults` is collective; `sums` runs on each rank, the rest on rank 0. A checkpoint is deleted only if this run
-wrote it and newer good ones replace it. Whatever is damaged, of another run or in the way is moved to `aside/`.
+The manifest is written last, so a directory with one is complete. It has a checksum of itself. Each rank hashes the
+files that it wrote, and the ranks share the work of verifying. Only `faults` is collective; `sums` runs on each rank,
+the rest on rank 0. Whatever is damaged, of another run or in the way is moved to `aside/`.
 """
 
 from __future__ import annotations
@@ -80,11 +77,12 @@ def _read_manifest(path: Path) -> Manifest | str:
         if path.exists() and not path.is_file():  # on a pipe, reading would block
             return f"its {FILE} is not a file"
         raw = json.loads(path.read_text(encoding="utf-8"))
-        found_format, own_sum = raw.pop("format"), raw.pop("sha256", None)
-        if found_format != _FORMAT:
+        own_sum = raw.pop("sha256", None)
+        if raw["format"] != _FORMAT:
             return f"its {FILE} has another format"
-        if own_sum != _own_sum({"format": found_format} | raw):
+        if own_sum != _own_sum(raw):
             return f"its {FILE} has another checksum than when it was written"
+        del raw["format"]
         raw["files"] = {name: (int(size), str(checksum)) for name, (size, checksum) in raw["files"].items()}
         return Manifest(**raw)
     except FileNotFoundError:
@@ -118,9 +116,10 @@ def sums(directory: Path, names: list[str]) -> dict[str, tuple[int, str]]:
 def faults(directory: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint, a line for each fault; the same on every rank. Collective. Raises
     UserError if a file cannot be read for now."""
-    files, mine = share(sorted(manifest.files.items())), list[str | UserError]()
+    mine: list[str | UserError] = []
     try:
-        mine += [_patiently(directory / name, partial(_fault, *entry)) for name, entry in files]
+        for name, entry in share(sorted(manifest.files.items())):
+            mine.append(_patiently(directory / name, partial(_fault, *entry)))
     except UserError as error:
         mine.append(error)
     found = gather_all(mine)
@@ -179,9 +178,7 @@ def put_aside(path: Path) -> Path:
 
 def sweep(root: Path) -> None:
     """Remove half-written and half-removed checkpoints that crashes have left, and nothing else."""
-    if not root.is_dir():
-        return
-    for path in root.iterdir():
+    for path in root.glob("step_*"):
         if _LEFT_OVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 

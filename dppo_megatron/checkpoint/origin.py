@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dppo_megatron.checkpoint.checkpoint_dir import LOOP, read_manifest
-from dppo_megatron.checkpoint.state import read_state
-from dppo_megatron.checkpoint.store import VERSIONS, CheckpointStore, check
+from dppo_megatron.checkpoint.store import VERSIONS, CheckpointStore, check, read_state
 from dppo_megatron.config.changes import check_changes, saved_values
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero
@@ -48,7 +47,12 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
         return None
     newest, passed_over = store.find_newest()
     if newest is not None:
-        _refuse_an_older_own(resume, newest)
+        theirs, own = Path(resume).resolve(), newest.resolve()
+        if resume != "auto" and theirs.parent == own.parent and theirs != own:
+            raise UserError(
+                f"checkpoint.resume = '{resume}': is an older checkpoint of run_dir itself, whose newest is"
+                f" {newest.name}. To go back, begin another run_dir from it, or move the newer ones away"
+            )
         origin = _accept(newest, config, check_data, own=True)
         for path, why in passed_over:
             store.put_aside(path, why)
@@ -63,11 +67,8 @@ def find_origin(config: Config, store: CheckpointStore, check_data: DataCheck) -
 
 
 def changes_since(config: Config, mine: Path) -> list[str]:
-    """A line for each setting that differs from `mine`, the run's own config.yaml; none if that does not exist.
-
-    Raises:
-        UserError: a setting differs that may not change.
-    """
+    """A line for each setting that differs from `mine`, the run's own config.yaml; none if that does not exist. Raises
+    UserError if a setting differs that may not change."""
     if config.checkpoint.resume == "never" or not mine.exists():
         return []
     return check_changes(config, saved_values(mine), str(mine))
@@ -89,16 +90,6 @@ def _accept(directory: Path, config: Config, check_data: DataCheck, *, own: bool
         return Origin(directory, manifest.step, own, sums, tuple(changes))
 
     return from_rank_zero(read)
-
-
-def _refuse_an_older_own(resume: str, newest: Path) -> None:
-    if resume == "auto" or Path(resume).resolve().parent != newest.resolve().parent:
-        return
-    if Path(resume).resolve() != newest.resolve():
-        raise UserError(
-            f"checkpoint.resume = '{resume}': is an older checkpoint of run_dir itself, whose newest is {newest.name}."
-            " To go back, begin another run_dir from it, or move the newer ones away"
-        )
 
 
 def _none_is_good(config: Config, passed_over: Sequence[tuple[Path, str]]) -> str:

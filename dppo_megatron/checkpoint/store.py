@@ -2,6 +2,10 @@
 
 A checkpoint is written under a temporary name. When every rank has written, synced and hashed its part, rank 0 writes
 the manifest and renames it. Whatever is named step_NNNNNN was therefore complete; checksums show whether it still is.
+
+loop.pt has the loop's own state and each rank's random number generators, for user code that draws from them. torch's
+restricted unpickler (`weights_only`) reads it without running code. Anything that it could not rebuild is an error when
+the checkpoint is written, not when it is needed.
 """
 
 from __future__ import annotations
@@ -10,15 +14,17 @@ import contextlib
 import inspect
 import os
 import pickle
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -28,21 +34,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dppo_megatron import __version__
 from dppo_megatron.checkpoint import checkpoint_dir
-from dppo_megatron.checkpoint.checkpoint_dir import (
-    LOOP,
-    Manifest,
-    faults,
-    read_manifest,
-    step_name,
-    sums,
-    write_manifest,
-)
-from dppo_megatron.checkpoint.state import generators, read_state, restore_generators, write_state
+from dppo_megatron.checkpoint.checkpoint_dir import LOOP, Manifest, faults, read_manifest, step_name
 from dppo_megatron.checkpoint.writers import in_step, use_own_writers
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.files import make_directory
 from dppo_megatron.safe_pickle import force_weights_only
-from dppo_megatron.texts import log
+from dppo_megatron.texts import log, reason
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.hf_files import check_space, copy_assets, publish
 from dppo_megatron.weights.torch_dist import read_metadata
@@ -56,6 +53,17 @@ Stats = dict[str, tuple[int, int, int, int]]
 """Size, inode, mtime and ctime of each file. While they are unchanged, the file is not hashed again."""
 
 
+_NUMPY = [
+    np.ndarray,
+    np.dtype,
+    bytes,  # the data of an empty array
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np._core.multiarray.scalar,  # type: ignore[attr-defined]
+    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdU"),
+]
+"""What numpy arrays consist of, beside the tensors and plain containers that torch's restricted unpickler rebuilds."""
+
+
 class Sharded(Protocol):
     """What can be saved and restored shard by shard (the actor)."""
 
@@ -67,10 +75,9 @@ class Sharded(Protocol):
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Every method is collective unless it says otherwise.
+    """The checkpoints of one run, in `root`. Every method is collective unless it says otherwise.
 
     Args:
-        root: the directory of the checkpoints.
         run: id of the run; other runs' checkpoints are neither used nor counted nor deleted.
         assets: directory whose config.json and tokenizer are copied into each checkpoint.
         keep: how many good checkpoints to keep; 0: all.
@@ -90,16 +97,8 @@ class CheckpointStore:
         from_rank_zero(lambda: checkpoint_dir.sweep(root))
 
     def save(self, actor: Sharded, loop_state: dict[str, Any], manifest: Manifest) -> None:
-        """Write a checkpoint of `manifest.step`; with `async_save` it is complete only after a later `finalize`.
-
-        A step that is already saved is not written again.
-
-        Args:
-            loop_state: only rank 0's is written, by `checkpoint/state.py`.
-
-        Raises:
-            UserError: the disk is full. Earlier checkpoints are untouched.
-        """
+        """Write a checkpoint of `manifest.step`, unless it is saved already; with `async_save` it is complete only
+        after a later `finalize`. Of `loop_state`, only rank 0's is written. Raises UserError if the disk is full."""
         if self._saved_step == manifest.step:
             return
         self.finalize(blocking=True)
@@ -163,12 +162,14 @@ class CheckpointStore:
         where = from_rank_zero(lambda: checkpoint_dir.put_aside(path))
         log(f"warning: checkpoint {path} is not used: {why}; it is now {where}")
 
-    def _fault(self, path: Path) -> str:
+    def _fault(self, path: Path, *, hashes: bool = True) -> str:
         """Why a directory is not a good checkpoint of this run; empty if it is one."""
         manifest = from_rank_zero(lambda: checkpoint_dir.read_own(path, self._run))
         if isinstance(manifest, str):
             return manifest
-        if from_rank_zero(lambda: bool(known := self._good.get(path.name)) and known == _stats(path, manifest)):
+        if not hashes or from_rank_zero(
+            lambda: bool(known := self._good.get(path.name)) and known == _stats(path, manifest)
+        ):
             return ""
         stats = from_rank_zero(lambda: _stats(path, manifest))  # before the hashes: later changes are then noticed
         fault = "; ".join(faults(path, manifest))
@@ -207,7 +208,7 @@ class CheckpointStore:
 
     def _name(self, incomplete: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its final name. On rank 0."""
-        write_manifest(incomplete, manifest)
+        checkpoint_dir.write_manifest(incomplete, manifest)
         target = self._root / step_name(manifest.step)
         if target.exists() or target.is_symlink():
             log(f"warning: {target} was in the way of a new checkpoint; it is now {checkpoint_dir.put_aside(target)}")
@@ -227,8 +228,7 @@ class CheckpointStore:
             if step >= newest:  # a stray later one is handled at the next start
                 continue
             enough = num_good >= self._keep
-            # files are not hashed only to be deleted
-            fault = from_rank_zero(partial(_manifest_fault, path, self._run)) if enough else self._fault(path)
+            fault = self._fault(path, hashes=not enough)  # files are not hashed only to be deleted
             if fault:
                 self.put_aside(path, fault)
             elif enough:
@@ -287,10 +287,8 @@ def _check_tensors(template: dict[str, Any], metadata: Metadata, directory: Path
         if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
             continue
         if value.key not in metadata.state_dict_metadata:
-            raise UserError(
-                f"'{directory}': holds no tensor {value.key}; the run that wrote it trained another model, or without"
-                " adapters or a reference policy"
-            )
+            trained = "another model, or without adapters or a reference policy"
+            raise UserError(f"'{directory}': holds no tensor {value.key}; the run that wrote it trained {trained}")
         if isinstance(metadata.state_dict_metadata[value.key], BytesStorageMetadata):
             raise UserError(f"'{directory}': the tensor {value.key} is described as bytes, which are not loaded")
 
@@ -303,8 +301,7 @@ def _without_new_fp8(template: dict[str, Any], metadata: Metadata) -> dict[str, 
         is_fp8 = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
         return is_fp8 and value.unique_key not in metadata.state_dict_metadata
 
-    rest: dict[str, Any]
-    _, rest = extract_matching_values(template, is_new)
+    rest: dict[str, Any] = extract_matching_values(template, is_new)[1]
     return rest
 
 
@@ -315,15 +312,8 @@ def _check_reader(directory: Path) -> None:
     manifest = read_manifest(directory)
     writer = manifest.versions.get("megatron_core", "") if isinstance(manifest, Manifest) else ""
     if writer and Version(writer) > Version(megatron_version):
-        raise UserError(
-            f"'{directory}' was written by megatron-core {writer}, and {megatron_version} cannot read it; install"
-            f" megatron-core {writer} or newer"
-        )
-
-
-def _manifest_fault(path: Path, run: str) -> str:
-    manifest = checkpoint_dir.read_own(path, run)
-    return manifest if isinstance(manifest, str) else ""
+        written = f"'{directory}' was written by megatron-core {writer}, and {megatron_version} cannot read it"
+        raise UserError(f"{written}; install megatron-core {writer} or newer")
 
 
 def _stats(path: Path, manifest: Manifest) -> Stats:
@@ -339,7 +329,7 @@ def _sums_of_rank(folder: Path) -> dict[str, tuple[int, str]] | str:
     """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
         mine = [path for path in folder.rglob("*") if not path.is_dir() and _writer(path.name) == dist.get_rank()]
-        return sums(folder, sorted(str(path.relative_to(folder)) for path in mine))
+        return checkpoint_dir.sums(folder, sorted(str(path.relative_to(folder)) for path in mine))
     except OSError as error:
         return f"rank {dist.get_rank()}: {error}"
 
@@ -360,3 +350,50 @@ def _writer(name: str) -> int:
     """The rank that wrote a file of a checkpoint: Megatron names its shards __<rank>_<number>.distcp."""
     number = name.removeprefix("__").partition("_")[0]
     return int(number) if name.startswith("__") and number.isdigit() else 0
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write `loop` (containers, numbers, text, numpy arrays and tensors) and `generators`.
+
+    Raises:
+        UserError: `state` holds something else.
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # torch raises it on a full disk
+        raise OSError(str(error)) from None
+    read_state(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `write_state` wrote. Raises UserError if it cannot be read, or reading it would have to run code."""
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        raise UserError(f"'{path}' cannot be read: {reason(error)}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("loop"), dict) or "generators" not in state:
+        raise UserError(f"'{path}' does not hold the state of a run")
+    return state
+
+
+def generators() -> dict[str, Any]:
+    """The state of every random number generator of this rank."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Restore what `generators` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -3,12 +3,9 @@
     trainer (each rank)        writers, forked, one per file
     save() ──▶ write_files ──▶ write, fsync ──▶ result in a memory file ──▶ trainer, once the writer has ended
 
-Megatron waits for a report of every writer. One that is killed (the kernel's out-of-memory killer picks large
-processes) never reports, and the save never ends. Here the trainer waits for each writer to end and reads its result.
-
-Some files are written by one rank alone, between collectives. An exception there, such as for a full disk, would leave
-the other ranks waiting in a collective that this rank never joins. `in_step` catches it and raises it on every rank at
-the end of the save.
+Megatron waits for a report of every writer, and one that is killed never reports. Here the trainer waits for each
+writer to end and reads its result. Some files are written by one rank alone, between collectives. `in_step` catches an
+exception there, such as for a full disk, and raises it on every rank at the end of the save.
 """
 
 from __future__ import annotations
@@ -41,9 +38,8 @@ class Results:
     """The methods that Megatron calls on the queue through which a writer returns its result, for one save.
 
     Megatron uses a queue of `multiprocessing.Manager`: one more process of about 100 MB for every rank, and a directory
-    /tmp/pymp-* that is left behind if the rank is killed. A pipe would deadlock: the trainer reads only after the
-    writer has ended, and a writer with more results than fit into a pipe (64 KiB) blocks. The writer is forked, so an
-    unnamed file that both have open is enough.
+    that is left behind if the rank is killed. A pipe would deadlock, as the trainer reads only after the writer has
+    ended. The writer is forked, so an unnamed file that both have open is enough.
     """
 
     def __init__(self) -> None:
@@ -84,10 +80,8 @@ def in_step() -> Iterator[None]:
 
 
 def use_own_writers() -> None:
-    """Make Megatron's next save use a new result queue and the functions of this file.
-
-    The queue is new because a writer of an abandoned save may still put its result into the old one.
-    """
+    """Make Megatron's next save use the functions of this file and a new result queue, because a writer of an abandoned
+    save may still put its result into the old one."""
     filesystem_async._results_queue = Results()
     writer = filesystem_async.FileSystemWriterAsync
     for name in _REPLACED:
@@ -98,12 +92,9 @@ def use_own_writers() -> None:
 
 
 def stage(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-    """Copy the device's tensors to pageable memory, even though Megatron asks for non-blocking copies.
-
-    Torch makes those in pinned memory. Forked writers share pinned pages with the trainer, which frees them right after
-    the fork: its next pinned tensor would overwrite what the writers still read, and the checksum would be that of the
-    damaged file. Besides, torch never returns pinned memory to the system, and rounds it up to powers of two.
-    """
+    """Copy the device's tensors to pageable memory, even though Megatron asks for non-blocking copies, which torch
+    makes in pinned memory. Forked writers share pinned pages with the trainer, which frees them right after the fork:
+    its next pinned tensor would overwrite what the writers still read."""
     staged: list[Any] = _PRELOAD(write_buckets, non_blocking=False)
     return staged
 
@@ -112,9 +103,7 @@ def write_files(
     transform_list: list[Any], use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any
 ) -> None:
     """Write each bucket to its file in a separate process, and report what each has written, or the first failure.
-
-    Replaces a method of Megatron's `FileSystemWriterAsync` and takes its parameters.
-    """
+    Replaces a method of Megatron's `FileSystemWriterAsync` and takes its parameters."""
     collector_was_on = gc.isenabled()
     gc.disable()  # as Megatron does: in a forked process the collector may touch the parent's CUDA tensors
     context = multiprocessing.get_context("fork")
@@ -123,7 +112,12 @@ def write_files(
     try:
         for number, bucket in enumerate(write_buckets):
             result = Results()
-            process = context.Process(target=_write_one, args=(transform_list, use_msc, number, bucket, result))
+            options = {"count_queue": _Uncounted(), "use_fsync": True, "use_msc": use_msc}
+            process = context.Process(
+                target=filesystem_async.FileSystemWriterAsync.write_preloaded_data,
+                args=(transform_list, number, bucket, result),
+                kwargs=options,
+            )
             process.start()
             started.append((process, result))
         outcome = {number: _result_of(process, result) for number, (process, result) in enumerate(started)}
@@ -135,18 +129,6 @@ def write_files(
         global_results_queue.put(outcome)
     if collector_was_on:
         gc.enable()
-
-
-def _write_one(transforms: list[Any], use_msc: bool, number: int, bucket: Any, result: Results) -> None:
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-        transforms,
-        local_proc_idx=number,
-        write_bucket=bucket,
-        results_queue=result,
-        count_queue=_Uncounted(),
-        use_fsync=True,
-        use_msc=use_msc,
-    )
 
 
 def _result_of(process: Any, result: Results) -> list[Any]:

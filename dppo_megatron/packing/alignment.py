@@ -1,9 +1,4 @@
-"""Alignment of sequences in a micro-batch, as the parallel layout and the number format require.
-
-Each sample's slot is rounded up only if every sample is split (context and sequence parallel). Padding that the number
-format requires for the whole micro-batch is a dummy segment at the end: padding the last real sequence instead corrupts
-training under FP8 (Transformer Engine issue 2892).
-"""
+"""Alignment of sequences in a micro-batch, as the parallel layout and the number format require (docs/packing.md)."""
 
 from __future__ import annotations
 

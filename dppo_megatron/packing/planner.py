@@ -1,20 +1,8 @@
-"""Plans packed micro-batches for every data-parallel rank from sequence lengths.
-
-Invariants in every mode, asserted by the tests:
-  - every sample is in exactly one micro-batch;
-  - no micro-batch is longer than `max_tokens_per_microbatch`, padding for alignment included; a sample whose slot is
-    longer raises an error that names the sample, before any work;
-  - every rank has the same number of micro-batches, a multiple of the interleaved schedule's group; some may hold
-    only padding;
-  - each sample's slot is a multiple of the layout's `sequence_multiple`, each micro-batch a multiple of its
-    `microbatch_multiple`, and the padding added for the latter is a segment of its own at the end;
-  - with a virtual pipeline all micro-batches have the same length, as its communication between stages requires;
-  - the plan depends on the samples' lengths and ids, not on their order.
+"""Plans packed micro-batches for every data-parallel rank from sequence lengths. docs/packing.md has what always holds.
 
 Objective: first the fewest micro-batches, then the shortest time of the slowest rank by the cost model. Costs are
 levelled over the smallest possible number of micro-batches, which also keeps the largest one small: a pipeline waits
-for it. If the samples do not fit that way, best fit and first fit determine how many micro-batches are needed. Then
-samples are exchanged between ranks.
+for it. Then samples are exchanged between ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +18,7 @@ import numpy as np
 
 from dppo_megatron.config.schema import PackingConfig
 from dppo_megatron.packing.alignment import PackingLayout
-from dppo_megatron.packing.balance import deal, exchange
-from dppo_megatron.packing.bins import Bins, best_fit, first_fit, level, split_to, window_greedy
+from dppo_megatron.packing.bins import Bins, best_fit, deal, exchange, first_fit, level, split_to, window_greedy
 from dppo_megatron.types import FloatArray, IntArray, PackedMicrobatch, PackPlan, TrainSample, UserError
 
 _GREEDY_SHARES = (1.0, 0.5)
@@ -46,9 +33,8 @@ _MARGIN_SD = 2.0
 class CostModel:
     """Cost of a sequence of L tokens: linear L + quadratic L^2. Only the ratio of the two matters to a plan.
 
-    Tokens alone mislead: attention grows with the square of the length, so a micro-batch of one long sequence runs
-    longer than one of many short ones. The ratio of the two terms depends on the model, and a constant taken from one
-    model is wrong for the next; for Qwen3-4B the terms are equal at 27,000 tokens, for Qwen3-32B at 61,000.
+    Tokens alone mislead: attention grows with the square of the length. The ratio of the two terms depends on the
+    model: for Qwen3-4B they are equal at 27,000 tokens, for Qwen3-32B at 61,000.
     """
 
     linear: float
@@ -166,10 +152,8 @@ def _check_fit(samples: Sequence[Packable], slots: IntArray, layout: PackingLayo
         length, multiple = samples[i].num_tokens, layout.sequence_multiple
         aligned = f", {slots[i]} aligned to {multiple}" if slots[i] != length else ""
         usable = f" ({capacity} usable, a multiple of {layout.microbatch_multiple})" if capacity != max_tokens else ""
-        raise UserError(
-            f"sample {name} has {length} tokens{aligned}, more than packing.max_tokens_per_microbatch ="
-            f" {max_tokens}{usable}"
-        )
+        cap = f"packing.max_tokens_per_microbatch = {max_tokens}{usable}"
+        raise UserError(f"sample {name} has {length} tokens{aligned}, more than {cap}")
 
 
 def _greedy_bins(mode: str, slots: Sequence[int], capacity: int, by_id: Sequence[int], window: int) -> Bins:
@@ -211,11 +195,8 @@ def _balanced(
 
 
 def _levelled(slots: Sequence[int], costs: Sequence[float], capacity: int, count: int) -> Bins | None:
-    for share in _GREEDY_SHARES:
-        bins = level(slots, costs, capacity, count, greedy=int(share * len(slots)))
-        if bins is not None:
-            return bins
-    return None
+    tries = (level(slots, costs, capacity, count, greedy=int(share * len(slots))) for share in _GREEDY_SHARES)
+    return next((bins for bins in tries if bins is not None), None)
 
 
 def _place(
@@ -273,8 +254,7 @@ class TokenCapacity:
     The number of micro-batches is a multiple of the data-parallel size times the interleaved schedule's group. So after
     pruning a plan often has spare room, and the completion policy can raise its probabilities to use it. To stay
     unbiased, that decision must not depend on the draw: the room is computed from all candidates and their
-    probabilities, not from a plan of what was drawn. The drawn token total scatters around its expectation; a margin of
-    `_MARGIN_SD` standard deviations makes draws that need one more round rare.
+    probabilities. The drawn token total scatters around its expectation; a margin makes another round rare.
     """
 
     layout: PackingLayout
@@ -290,7 +270,8 @@ class TokenCapacity:
     def microbatches(self, tokens: IntArray, inclusion_prob: FloatArray) -> int:
         """Micro-batches needed for the expected tokens, over all ranks."""
         expected = float(np.sum(self.layout.slots(tokens) * inclusion_prob))
-        return quantised(math.ceil(expected / self._usable - 1e-9), self._quantum)
+        quantum = self.layout.data_parallel * self.layout.microbatch_group
+        return quantised(math.ceil(expected / self._usable - 1e-9), quantum)
 
     def holds(self, microbatches: int, tokens: IntArray, inclusion_prob: FloatArray, *, fixed_size: bool) -> bool:
         """Whether a draw will fit into `microbatches`, with a margin for its scatter.
@@ -305,10 +286,6 @@ class TokenCapacity:
             self._bound(slots, inclusion_prob, fixed_size) <= microbatches * self._usable
             and self._bound(large, inclusion_prob, fixed_size) <= microbatches
         )
-
-    @property
-    def _quantum(self) -> int:
-        return self.layout.data_parallel * self.layout.microbatch_group
 
     @property
     def _usable(self) -> float:

@@ -1,8 +1,7 @@
 """Runs the real, unmodified megatron-core on a CPU with gloo: for the quickstart, for tests and for CI.
 
 megatron-core expects CUDA in some 400 expressions. `prepare` installs an import hook that rewrites those expressions,
-in memory, while `megatron.core` is imported (hook.py). `torch` is not touched, nothing is vendored, and tracebacks
-point at the true lines. On a machine with CUDA the hook is never installed.
+in memory, while `megatron.core` is imported (hook.py). On a machine with CUDA the hook is never installed.
 """
 
 from __future__ import annotations
@@ -17,11 +16,8 @@ from dppo_megatron.platform.capabilities import hide_unusable_transformer_engine
 
 
 def prepare() -> Literal["cpu", "cuda"]:
-    """Make `import megatron.core` safe on this machine and return the type of the device it will use.
-
-    With CUDA it only hides a Transformer Engine that does not work. Without CUDA it installs the hook; calling it again
-    has no effect. Raises RuntimeError if `megatron.core` has been imported before.
-    """
+    """Make `import megatron.core` safe on this machine and return the type of the device it will use. Raises
+    RuntimeError if `megatron.core` has been imported before. Calling it again has no effect."""
     has_cuda = torch.cuda.is_available()
     hide_unusable_transformer_engine(has_cuda)
     if has_cuda:

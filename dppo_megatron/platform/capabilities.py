@@ -1,7 +1,5 @@
-"""What the machine can do, checked before a model is built: which layers, which FP8 recipe.
-
-The check is needed, because Megatron silently ignores `fp8=...` without Transformer Engine.
-"""
+"""What the machine can do, checked before a model is built: Megatron silently ignores `fp8=...` without Transformer
+Engine."""
 
 from __future__ import annotations
 
@@ -58,15 +56,10 @@ class Machine:
     """Whether flash-attn is installed; False for a machine that is only being planned for."""
 
     def choose_layer_spec(self, wanted: str, fp8: str, *, has_experts: bool) -> tuple[LayerSpec, str]:
-        """The layer spec for `actor.layer_spec` and `actor.fp8`, and the reason for it.
-
-        If Transformer Engine's attention is not fused, `auto` takes Megatron's own layers for dense models. It does not
-        for a mixture of experts, because Megatron's own layers run the experts one by one.
-
-        Raises:
-            UserError: the wanted spec or recipe cannot run here.
-        """
-        lacks = self._lacks_cuda_or_engine()
+        """The layer spec for `actor.layer_spec` and `actor.fp8`, and the reason for it. If Transformer Engine's
+        attention is not fused, `auto` takes Megatron's own layers for dense models; for a mixture of experts it does
+        not, as these run the experts one by one. Raises UserError if the wanted spec or recipe cannot run here."""
+        lacks = "there is no CUDA device" if self.cuda_capability is None else self.lacks_transformer_engine
         if fp8 != "off" and (refusal := self.lacks_for_fp8(fp8)):
             raise UserError(f"actor.fp8 = {fp8}: {refusal}; use fp8 = off")
         if wanted == "te" and lacks:
@@ -83,18 +76,16 @@ class Machine:
     def check_context_parallel(self, spec: LayerSpec, context_parallel: int) -> None:
         """Raise `UserError` for context parallelism if Transformer Engine only has unfused attention: it lacks it."""
         if spec == "te" and context_parallel > 1 and (unfused := self.lacks_fused_attention()):
-            advice = "set actor.layer_spec to local"
-            if unfused.endswith(_WITHOUT):
-                advice = f"install flash-attn, or {advice}"
-            raise UserError(f"actor.layout.context_parallel = {context_parallel}: {unfused}; {advice}")
+            advice = "install flash-attn, or " if unfused.endswith(_WITHOUT) else ""
+            where = f"actor.layout.context_parallel = {context_parallel}"
+            raise UserError(f"{where}: {unfused}; {advice}set actor.layer_spec to local")
 
     def check_experts(self, expert_parallel: int, expert_tensor_parallel: int) -> None:
         """Raise `UserError` for an expert layout whose collectives gloo does not have."""
         if self.cuda_capability is None and expert_parallel > 1 and expert_tensor_parallel > 1:
-            raise UserError(
-                f"actor.layout: expert_parallel = {expert_parallel} with expert_tensor_parallel ="
-                f" {expert_tensor_parallel} gathers shards of unequal sizes, which gloo cannot; on a CPU set one to 1"
-            )
+            both = f"expert_parallel = {expert_parallel} with expert_tensor_parallel = {expert_tensor_parallel}"
+            why = "gathers shards of unequal sizes, which gloo cannot; on a CPU set one to 1"
+            raise UserError(f"actor.layout: {both} {why}")
 
     def check_mixture(self) -> None:
         """Raise `UserError` where a mixture-of-experts model cannot run: on CUDA, the router of megatron-core 0.16
@@ -111,15 +102,10 @@ class Machine:
 
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Raise `UserError` for memory savings that only Transformer Engine's Adam supports, if it is missing."""
-        saves = optimizer.cpu_offload or (optimizer.moments_dtype, optimizer.main_params_dtype) != (
-            "float32",
-            "float32",
-        )
+        saves = optimizer.cpu_offload or {optimizer.moments_dtype, optimizer.main_params_dtype} != {"float32"}
         if saves and self.lacks_transformer_engine:
-            raise UserError(
-                "actor.optimizer.moments_dtype and main_params_dtype below float32, and cpu_offload:"
-                f" {self.lacks_transformer_engine}"
-            )
+            what = "actor.optimizer.moments_dtype and main_params_dtype below float32, and cpu_offload"
+            raise UserError(f"{what}: {self.lacks_transformer_engine}")
 
     def check_logprob_kernel(self, wanted: str) -> None:
         """Raise `UserError` if `actor.logprob_kernel` needs CUDA and there is none."""
@@ -149,11 +135,6 @@ class Machine:
             return f"added after the product (Apex's {_FUSED_WEIGHT_GRADIENTS} is not installed)"
         return f"added inside the product (Apex's {_FUSED_WEIGHT_GRADIENTS})"
 
-    def _lacks_cuda_or_engine(self) -> str:
-        if self.cuda_capability is None:
-            return "there is no CUDA device"
-        return self.lacks_transformer_engine
-
     def lacks_fused_attention(self) -> str:
         """Why Transformer Engine (2.11) has no fused attention over packs, and would store all attention scores; empty
         if it has: from cuDNN from sm_90 on, but not on sm_120; otherwise from flash-attn from sm_80 on."""
@@ -165,9 +146,10 @@ class Machine:
 
     def lacks_for_fp8(self, recipe: str) -> str:
         """Why an FP8 recipe cannot run here; empty if it can."""
-        lacks = self._lacks_cuda_or_engine()
-        if lacks or self.cuda_capability is None:
-            return lacks
+        if self.cuda_capability is None:
+            return "there is no CUDA device"
+        if self.lacks_transformer_engine:
+            return self.lacks_transformer_engine
         least = _LEAST_CAPABILITY[recipe]
         if self.cuda_capability >= least:
             return self.refused_recipes.get(recipe, "")
@@ -208,11 +190,8 @@ def this_machine() -> Machine:
 
 @functools.cache
 def _transformer_engine_problem(on_cuda: bool) -> str:
-    """Why Transformer Engine's layers cannot be used; empty if they can.
-
-    On CUDA we import it instead of only searching for it: its core wheel can be installed without the torch extension,
-    and Megatron would then fail in the middle of building a model.
-    """
+    """Why Transformer Engine's layers cannot be used; empty if they can. On CUDA we import it instead of only searching
+    for it: its core wheel can be installed without the torch extension."""
     if importlib.util.find_spec("transformer_engine") is None:
         return f"Transformer Engine (transformer-engine[pytorch]{TRANSFORMER_ENGINE_RANGE}) is not installed"
     if not on_cuda:
@@ -230,9 +209,9 @@ def _cudnn_of_torch(maps: str) -> Iterator[None]:
     """Make Transformer Engine use the cuDNN that torch has loaded, unless an environment variable names another.
 
     By itself it searches the system first. With two versions in a process its attention can fail with
-    SUBLIBRARY_LOADING_FAILED, depending on the order of loading (on an H200: torch's 9.19 from pip, the image's 9.14).
-    Its library needs all parts of cuDNN, but loads them itself only if it finds none in the system. The variable is set
-    only inside the block: servers may have another cuDNN. `maps`: the lines of /proc/self/maps.
+    SUBLIBRARY_LOADING_FAILED, depending on the order of loading. Its library needs all parts of cuDNN, but loads them
+    itself only if it finds none in the system. The variable is set only inside the block: servers may have another
+    cuDNN. `maps`: the lines of /proc/self/maps.
     """
     loaded = next((Path(line.split(maxsplit=5)[-1]) for line in maps.splitlines() if "/libcudnn.so." in line), None)
     named = os.environ.get("CUDNN_HOME") or os.environ.get("CUDNN_PATH")
@@ -280,11 +259,9 @@ def hide_unusable_transformer_engine(on_cuda: bool) -> None:
 def transformer_engine_warning() -> str:
     """A warning if megatron-core does not support the installed version of Transformer Engine; else empty."""
     try:
-        version = importlib.metadata.version("transformer-engine")
-        megatron = importlib.metadata.version("megatron-core")
+        return outside_range(*map(importlib.metadata.version, ("transformer-engine", "megatron-core")))
     except importlib.metadata.PackageNotFoundError:
         return ""
-    return outside_range(version, megatron)
 
 
 def outside_range(transformer_engine: str, megatron: str) -> str:

@@ -1,32 +1,34 @@
-"""The import hook: loads the modules of `megatron.core` with CUDA expressions redirected to a facade (accelerator.py).
+"""The import hook: loads the modules of `megatron.core` with CUDA expressions redirected to a facade (`Accelerator`).
 
 megatron-core names its device in the source: `torch.cuda.current_device()`, `device="cuda"`, `x.cuda()`,
 `x.type() == 'torch.cuda.FloatTensor'`. We rewrite those expressions because the alternatives are worse: patching
 `torch` affects every other library in the process (a rollout engine, say), and a fork or vendored copy has to be merged
-with every release. A syntax-tree rewrite changes megatron-core's modules only. Every new node keeps the position of the
-node it replaces, so tracebacks still point at the true line of the installed file.
+with every release. Every new node keeps the position of the node it replaces, so tracebacks still point at the true
+line of the installed file. Each rule replaces one expression by one, so it does not depend on the version.
 
-Each rule is local (it replaces one expression by one), so it does not depend on the version of megatron-core. The rules
-are applied by a module loader because that changes least: file, path and source for `inspect` stay those of the
-installed package, and other imports cost only one string comparison more.
+The facade defines a name only if it can give the true answer for a CPU, where work is synchronous and there are one
+device and one random generator. Every other name falls through to the real `torch.cuda`, which raises its own error.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import logging
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-from dppo_megatron.platform.accelerator import ACCELERATOR
+import torch
 
 PACKAGE = "megatron.core"
 _RULES = f"dppo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]}"
@@ -35,7 +37,7 @@ FACADE = "__dppo_accelerator__"
 """The global name of the facade in a rewritten module. It ends in `__` because class bodies mangle other `__` names."""
 
 _METHODS = {"cuda": "to_device", "pin_memory": "to_device", "type": "type_of"}
-_Node = TypeVar("_Node", bound=ast.AST)
+CPU = torch.device("cpu")
 
 # moe_utils imports this name from Transformer Engine inside try/except and then reads it even if the import failed.
 # (Fixed in 0.19. On CUDA without Transformer Engine `capabilities.check_mixture` refuses experts for the same reason.)
@@ -52,11 +54,8 @@ _UNUSED = {
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with its CUDA expressions rewritten.
-
-    The byte code is cached beside Python's own, with a digest of the rewrite rules in its name: every rank of a CPU job
-    imports megatron-core, and without the cache would parse some 300 files again.
-    """
+    """Loads one module with its CUDA expressions rewritten. The byte code is cached beside Python's own, with a digest
+    of the rewrite rules in its name: without the cache every rank of a CPU job would parse some 300 files again."""
 
     def source_to_code(self, data: Any, path: Any) -> CodeType:  # type: ignore[override]
         """The code of the rewritten source."""
@@ -119,11 +118,8 @@ def _fixed(module: ModuleType) -> Iterator[None]:
 
 
 def _quiet() -> None:
-    """Silence only those warnings that appear in every CPU run and need no action.
-
-    Repeated for each module (adding a filter twice keeps one), because an import of megatron-core inside
-    `warnings.catch_warnings`, as in pytest, loses filters that were set earlier.
-    """
+    """Silence only those warnings that appear in every CPU run and need no action. Repeated for each module, because an
+    import of megatron-core inside `warnings.catch_warnings` loses filters that were set earlier."""
     fallback = r"(Transformer Engine and Apex are|Apex is) not installed\. Falling back to "
     warnings.filterwarnings("ignore", message=fallback, category=UserWarning, module=r"megatron\.core\.")
     # megatron-core 0.16 imports two of its own deprecated modules, which warn about it.
@@ -147,23 +143,10 @@ def rewrite(source: bytes | str, path: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def _facade(*attributes: str) -> ast.expr:
-    """The expression `FACADE.a.b` for the attributes ("a", "b")."""
-    node: ast.expr = ast.Name(FACADE, ast.Load())
-    for attribute in attributes:
-        node = ast.Attribute(node, attribute, ast.Load())
-    return node
-
-
-def _at(replaced: ast.AST, node: _Node) -> _Node:
-    """`node` with the line and column of `replaced`; `ast.fix_missing_locations` passes them on to nodes inside."""
-    return ast.copy_location(node, replaced)
-
-
-def _import(replaced: ast.AST, bound_name: str, module: str, name: str) -> ast.stmt:
-    """The statement `bound_name = FACADE.import_from(module, name)`."""
-    call = ast.Call(_facade("import_from"), [ast.Constant(module), ast.Constant(name)], [])
-    return _at(replaced, ast.Assign([ast.Name(bound_name, ast.Store())], call))
+def _facade(attribute: str = "") -> ast.expr:
+    """The expression `FACADE`, or `FACADE.attribute`."""
+    facade = ast.Name(FACADE, ast.Load())
+    return ast.Attribute(facade, attribute, ast.Load()) if attribute else facade
 
 
 def _is_cuda_name(value: object) -> bool:
@@ -171,18 +154,20 @@ def _is_cuda_name(value: object) -> bool:
 
 
 class _Redirect(ast.NodeTransformer):
+    """New nodes get the place of those that they replace; `ast.fix_missing_locations` passes it on to nodes inside."""
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """`torch.cuda` -> the facade; `x.is_cuda` -> `facade.is_device(x)`."""
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return _at(node, _facade())
+            return ast.copy_location(_facade(), node)
         if node.attr == "is_cuda" and isinstance(node.ctx, ast.Load):
-            return _at(node, ast.Call(_facade("is_device"), [node.value], []))
+            return ast.copy_location(ast.Call(_facade("is_device"), [node.value], []), node)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         """`"cuda"`, `"cuda:0"` -> `"cpu"`, in comparisons too, so that these stay consistent."""
-        return _at(node, ast.Constant("cpu")) if _is_cuda_name(node.value) else node
+        return ast.copy_location(ast.Constant("cpu"), node) if _is_cuda_name(node.value) else node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """Rewrites only what is in braces: the "cuda" of `f"cuda{version}"` is text, not a device."""
@@ -194,16 +179,147 @@ class _Redirect(ast.NodeTransformer):
         self.generic_visit(node)
         for keyword in node.keywords:
             if keyword.arg == "pin_memory":  # pinning needs a CUDA driver
-                keyword.value = _at(keyword.value, ast.Constant(False))
+                keyword.value = ast.copy_location(ast.Constant(False), keyword.value)
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in _METHODS:
             return node
         if node.func.attr == "type" and (node.args or node.keywords):  # x.type(dtype) is a cast
             return node
-        return _at(node, ast.Call(_facade(_METHODS[node.func.attr]), [node.func.value, *node.args], node.keywords))
+        call = ast.Call(_facade(_METHODS[node.func.attr]), [node.func.value, *node.args], node.keywords)
+        return ast.copy_location(call, node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
         """`from torch.cuda.x import a` -> `a = facade.import_from("torch.cuda.x", "a")`."""
         module = node.module or ""
         if node.level or not (module == "torch.cuda" or module.startswith("torch.cuda.")):
             return node
-        return [_import(node, alias.asname or alias.name, module, alias.name) for alias in node.names]
+        statements: list[ast.stmt] = []
+        for alias in node.names:
+            call = ast.Call(_facade("import_from"), [ast.Constant(module), ast.Constant(alias.name)], [])
+            assign = ast.Assign([ast.Name(alias.asname or alias.name, ast.Store())], call)
+            statements.append(ast.copy_location(assign, node))
+        return statements
+
+
+def _nothing(self: object, *args: Any, **kwargs: Any) -> None:
+    """Does nothing: work is synchronous, on one device, so there is nothing to wait for, to switch or to free."""
+
+
+def _no_context(self: object, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class CpuEvent:
+    """A point in the program. Work is synchronous, so an event has been reached as soon as it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+
+class CpuStream:
+    """A queue of work. There is only one, the program's own order: waiting for it is free and all streams are equal."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """A recorded event, new unless one is given."""
+        return event or CpuEvent()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return hash(CpuStream)
+
+
+class Accelerator:
+    """What `torch.cuda` means in a rewritten module."""
+
+    Stream = CpuStream
+    Event = CpuEvent
+    default_generators: dict[Any, torch.Generator] = defaultdict(lambda: torch.default_generator)
+    """Indexed by whatever `current_device` returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @property
+    def random(self) -> Accelerator:
+        """`torch.cuda.random`: its functions are those of `torch.cuda`."""
+        return self
+
+    # ---- the one device
+
+    def current_device(self) -> torch.device:
+        """A device, not an index: megatron-core passes the result to `device=`, where torch takes 0 for a GPU."""
+        return CPU
+
+    def device_count(self) -> int:
+        return 1
+
+    set_device = synchronize = empty_cache = _nothing
+    device = _no_context
+
+    def is_current_stream_capturing(self) -> bool:
+        """False: there are no graphs. A CUDA build of torch raises here on a machine without a driver."""
+        return False
+
+    # ---- the one stream
+
+    def current_stream(self, device: Any = None) -> CpuStream:
+        """The program's own order of work."""
+        return CpuStream()
+
+    default_stream = current_stream
+    stream = _no_context
+
+    # ---- the one generator: the CPU's, which serves as both the host's and the device's
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the CPU generator, which dropout draws from here."""
+        torch.default_generator.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(new_state)
+
+    _lazy_init = _nothing
+
+    def _lazy_call(self, callback: Any, **kwargs: Any) -> None:
+        callback()
+
+    # ---- called by rewritten expressions
+
+    def to_device(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """For `x.cuda(...)` and `x.pin_memory(...)`: tensors and modules are returned unchanged."""
+        if isinstance(target, (torch.Tensor, torch.nn.Module)):
+            return target
+        return target.cuda(*args, **kwargs)
+
+    def is_device(self, target: Any) -> Any:
+        """For `x.is_cuda`: whether a tensor is on the device of the computation, which is the CPU."""
+        return target.device.type == "cpu" if isinstance(target, torch.Tensor) else target.is_cuda
+
+    def type_of(self, target: Any) -> Any:
+        """For `x.type()`: megatron-core compares the result with names such as 'torch.cuda.FloatTensor'."""
+        name = target.type()
+        return name.replace("torch.", "torch.cuda.", 1) if isinstance(target, torch.Tensor) else name
+
+    def import_from(self, module: str, name: str) -> Any:
+        """For `from torch.cuda... import name`: the facade's attribute, else the real one, else ImportError."""
+        if hasattr(type(self), name):
+            return getattr(self, name)
+        owner: ModuleType = importlib.import_module(module)
+        try:
+            return getattr(owner, name)
+        except AttributeError:
+            raise ImportError(f"cannot import name {name!r} from {module!r}") from None
+
+
+ACCELERATOR = Accelerator()

@@ -1,8 +1,5 @@
-"""Reads the architecture of a Hugging Face checkpoint from its config.json.
-
-Values are those of transformers' config class, which the embedded engine and later users of the checkpoint get too.
-Every key is checked first, and a key that this code does not implement is refused by name (`config_keys.py`).
-"""
+"""Reads the architecture of a Hugging Face checkpoint from its config.json, with the values of transformers' config
+class. A key that this code does not implement is refused by name (`config_keys.py`)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ from dppo_megatron.weights.config_keys import (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
-    SUPPORTED,
     check_keys,
     read_ropes,
     read_values,
@@ -62,7 +58,6 @@ class Lora:
         return f"rank {self.rank}, alpha {self.alpha:g}, {', '.join(self.targets)}"
 
 
-_EXPERT_PROJECTIONS = PROJECTIONS[4:]
 _POST_NORMS = {GEMMA3: ("post_attention", "post_feedforward"), GLM4: ("post_self_attn", "post_mlp")}
 
 
@@ -100,36 +95,33 @@ class Architecture:
     """(key of `mapping.kinds`, the checkpoint's names), from `model.provider`; other keys have `mapping.py`'s."""
 
     def with_adapters(self, config: LoraConfig) -> Architecture:
-        """The same model with the adapters of `actor.lora`; unchanged if it is off.
-
-        Raises:
-            UserError: a target that the model does not have, or that PEFT could not load.
-        """
+        """The same model with the adapters of `actor.lora`; unchanged if it is off. Raises UserError for a target that
+        the model does not have, or that PEFT could not load."""
         if not config.rank:
             return self
-        known = PROJECTIONS if self.latent is None else self.latent.projections
-        targets = list(known) if "all-linear" in config.targets else config.targets
+        known, takes_experts = PROJECTIONS if self.latent is None else self.latent.projections, config.experts
         setting = f"actor.lora.targets = [{', '.join(config.targets)}]"
+        if takes_experts and self.experts is None:
+            raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
+        if takes_experts and self.experts and (self.experts.shared_gate or self.experts.projections[0] not in known):
+            raise UserError(f"actor.lora.experts = true: PEFT does not find the experts of {self.name}; use false")
+        if "all-linear" in config.targets:
+            targets = [name for name in known if self.experts is None or takes_experts or name not in PROJECTIONS[4:]]
+        else:
+            targets = config.targets
         if unknown := sorted(set(targets) - set(known)):
             raise UserError(f"{setting}: {unknown[0]}: must be one of {', '.join(known)}, or all-linear")
+        of_experts = [name for name in PROJECTIONS[4:] if name in targets]
+        if of_experts and self.experts is not None and not takes_experts:
+            raise UserError(f"{setting}: {of_experts[0]} belongs to experts here; set actor.lora.experts = true")
         if self.is_glm4 and {"gate_proj", "up_proj"} & set(targets):
             raise UserError(f"{setting}: gate_proj and up_proj are one tensor in {self.name}; name other projections")
-        if config.experts and self.experts is None:
-            raise UserError(f"actor.lora.experts = true: {self.name} has no experts; leave it at false")
-        if config.experts and self.experts and (self.experts.shared_gate or self.experts.projections[0] not in known):
-            raise UserError(f"actor.lora.experts = true: PEFT does not find the experts of {self.name}; use false")
-        if self.experts is not None and not config.experts:
-            if targets is config.targets and (of_experts := [name for name in targets if name in _EXPERT_PROJECTIONS]):
-                raise UserError(f"{setting}: {of_experts[0]} belongs to experts here; set actor.lora.experts = true")
-            targets = [name for name in targets if name not in _EXPERT_PROJECTIONS]
-        if config.experts and ("gate_proj" in targets) != ("up_proj" in targets):
-            raise UserError(
-                f"{setting}: an expert's gate_proj and up_proj are one tensor in transformers; name both or none"
-            )
         if not targets:
             raise UserError(f"{setting}: names no projection; use all-linear")
-        lora = Lora(config.rank, config.alpha, tuple(name for name in known if name in targets))
-        return replace(self, lora=lora)
+        if takes_experts and ("gate_proj" in targets) != ("up_proj" in targets):
+            one = "an expert's gate_proj and up_proj are one tensor in transformers"
+            raise UserError(f"{setting}: {one}; name both or none")
+        return replace(self, lora=Lora(config.rank, config.alpha, tuple(name for name in known if name in targets)))
 
     @property
     def expert_choices(self) -> ExpertChoices | None:
@@ -156,9 +148,8 @@ class Architecture:
 
     @property
     def has_layer_keys(self) -> bool:
-        """Whether each layer has its own keys in Megatron's sharded state dict, as in every mixture of experts. With
-        one key for all layers, the experts of Qwen3-30B-A3B would be 12,288 shards of one tensor, and torch compares
-        each with half of the others in every save and load."""
+        """Whether each layer has its own keys in Megatron's sharded state dict, as in every mixture: with one key for
+        all layers, torch would compare each expert with half of the others in every save and load."""
         return self.experts is not None
 
     def check_layout(self, actor: ActorConfig) -> None:
@@ -168,17 +159,21 @@ class Architecture:
         where = f"actor.layout.tensor_parallel = {tp}"
         if self.num_heads % tp:
             raise UserError(f"{where}: the model's {self.num_heads} attention heads do not divide by it")
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            raise UserError(
-                f"{where}: must divide the model's {self.num_kv_heads} key-value heads or be a multiple of them"
-            )
+        if (groups := self.num_kv_heads) % tp and tp % groups:
+            raise UserError(f"{where}: must divide the model's {groups} key-value heads or be a multiple of them")
         columns = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         if columns % tp:  # with fewer key-value heads than ranks, Megatron splits the rows of qkv regardless of heads
             raise UserError(
                 f"{where}: the {columns} rows of the model's queries, keys and values ({self.num_heads} + 2 x"
                 f" {self.num_kv_heads} heads of {self.head_dim}) do not divide by it"
             )
-        for what, size in self._split_by_tensor_parallelism().items():
+        sizes = {} if self.has_experts(0) else {"feed-forward size": self.ffn_size}
+        if self.experts is not None:
+            sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
+        if self.latent is not None:
+            sizes["query rank"] = self.latent.query_rank
+            sizes["key-value rank plus rotary dimensions"] = self.latent.rank + self.latent.rope_dim
+        for what, size in sizes.items():
             if size % tp:
                 raise UserError(f"{where}: the model's {what} {size} does not divide by it")
         stages = split_layers(self.num_layers, actor)
@@ -191,28 +186,16 @@ class Architecture:
         """Raise `UserError` unless a server's workers get whole heads; both engines duplicate key-value heads."""
         split = read_split(rollout.servers.args)
         if rollout.engine != "hf" and self.num_heads % split.heads:
-            groups = f" in {split.attention} attention groups" if split.attention > 1 else ""
-            raise UserError(
-                f"rollout.servers.args: tensor parallel {split.tensor}{groups}: the model's {self.num_heads} attention"
-                " heads do not divide by it"
-            )
-
-    def _split_by_tensor_parallelism(self) -> dict[str, int]:
-        sizes = {} if self.has_experts(0) else {"feed-forward size": self.ffn_size}
-        if self.experts is not None:
-            sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
-        if self.latent is not None:
-            sizes["query rank"] = self.latent.query_rank
-            sizes["key-value rank plus rotary dimensions"] = self.latent.rank + self.latent.rope_dim
-        return sizes
+            how = f"tensor parallel {split.tensor}"
+            how += f" in {split.attention} attention groups" if split.attention > 1 else ""
+            heads = f"the model's {self.num_heads} attention heads"
+            raise UserError(f"rollout.servers.args: {how}: {heads} do not divide by it")
 
     def check_bf16_layers(self, actor: ActorConfig) -> None:
         """Raise `UserError` if the bfloat16 layers at one end of an FP8 model do not fit a pipeline stage."""
-        per_stage = self.num_layers // actor.layout.pipeline_parallel
-        if actor.fp8_bf16_layers > per_stage:
-            raise UserError(
-                f"actor.fp8_bf16_layers = {actor.fp8_bf16_layers}: a pipeline stage has only {per_stage} layers"
-            )
+        layers, per_stage = actor.fp8_bf16_layers, self.num_layers // actor.layout.pipeline_parallel
+        if layers > per_stage:
+            raise UserError(f"actor.fp8_bf16_layers = {layers}: a pipeline stage has only {per_stage} layers")
 
     def _check_stages(self, stages: Stages) -> None:
         """Refuse a stage with only dense layers where experts have an optimizer of their own: there it would have no
@@ -233,28 +216,22 @@ class Architecture:
         etp = layout.expert_tensor_parallel or tp
         if self.experts is None:
             if ep > 1 or layout.expert_tensor_parallel:
-                raise UserError(
-                    f"actor.layout.expert_parallel = {ep}, expert_tensor_parallel = {layout.expert_tensor_parallel}:"
-                    f" {self.name} has no experts; leave them at 1 and 0"
-                )
+                both = f"expert_parallel = {ep}, expert_tensor_parallel = {layout.expert_tensor_parallel}"
+                raise UserError(f"actor.layout.{both}: {self.name} has no experts; leave them at 1 and 0")
             return
-        if self.experts.count % ep:
-            raise UserError(
-                f"actor.layout.expert_parallel = {ep}: the model's {self.experts.count} experts do not divide by it"
-            )
-        if self.experts.ffn_size % etp:
-            raise UserError(
-                f"actor.layout.expert_tensor_parallel = {etp}: the experts' feed-forward size"
-                f" {self.experts.ffn_size} does not divide by it"
-            )
+        count, size = self.experts.count, self.experts.ffn_size
+        if count % ep:
+            raise UserError(f"actor.layout.expert_parallel = {ep}: the model's {count} experts do not divide by it")
+        setting = f"actor.layout.expert_tensor_parallel = {etp}"
+        if size % etp:
+            raise UserError(f"{setting}: the experts' feed-forward size {size} does not divide by it")
         if tp > 1 and not layout.sequence_parallel:
-            raise UserError(
-                "actor.layout.sequence_parallel = false: a mixture-of-experts model with tensor_parallel > 1 needs it"
-            )
+            needs = "a mixture-of-experts model with tensor_parallel > 1 needs it"
+            raise UserError(f"actor.layout.sequence_parallel = false: {needs}")
         if etp != tp and ep == 1:
             raise UserError(
-                f"actor.layout.expert_tensor_parallel = {etp} beside tensor_parallel = {tp} needs expert_parallel > 1:"
-                " without it Megatron-core reduces the experts' gradients over the ranks of the rest of the model"
+                f"{setting} beside tensor_parallel = {tp} needs expert_parallel > 1: without it Megatron-core reduces"
+                " the experts' gradients over the ranks of the rest of the model"
             )
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
@@ -265,14 +242,11 @@ class Architecture:
 def read_architecture(
     hf_path: str | Path, given_as: str = "model.hf_path =", ignored: Collection[str] = ()
 ) -> Architecture:
-    """Read config.json of a Hugging Face checkpoint directory exactly as transformers does, or refuse it.
+    """Read config.json of a Hugging Face checkpoint directory exactly as transformers does, or refuse it (UserError).
 
     Args:
         given_as: the setting or option that named the directory, for messages.
         ignored: `model.ignore_config_keys`, unknown keys that change nothing.
-
-    Raises:
-        UserError: config.json is missing or not JSON, or has an unsupported architecture or feature.
     """
     raw, path = read_config(hf_path, given_as)
     family = _family(raw, path)
@@ -317,29 +291,27 @@ def read_config(hf_path: str | Path, given_as: str) -> tuple[dict[str, Any], Pat
     return read_object(path), path
 
 
-def _family(raw: Mapping[str, Any], path: Path) -> str:
+def architecture_name(raw: Mapping[str, Any], path: Path) -> str:
+    """The one name in a config.json's `architectures`. Raises `UserError` if there is another number of them."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name of {', '.join(SUPPORTED)}")
-    if names[0] == "Gemma3ForConditionalGeneration":
-        raise UserError(
-            f"{path}: architecture {names[0]} is not supported, as it reads images too; save its language model alone,"
-            f" as {GEMMA3}"
-        )
-    if names[0] not in MODEL_TYPES:
-        more = ", and what model.provider describes (docs/extending.md)"
-        if names[0].startswith(("Qwen3Next", "Qwen3_5")):  # no rows describe linear attention
-            more = "; docs/scope.md has what is missing for it"
-        raise UserError(
-            f"{path}: architecture {plain(names[0])} is not supported; supported: {', '.join(SUPPORTED)}{more}"
-        )
-    model_type = MODEL_TYPES[names[0]]
-    if raw.get("model_type") != model_type:
-        raise UserError(
-            f"{path}: model_type = {shown(raw.get('model_type'))} does not fit architectures = {names[0]}, which needs"
-            f" {model_type}"
-        )
+        raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name")
     return names[0]
+
+
+def _family(raw: Mapping[str, Any], path: Path) -> str:
+    name, model_type = architecture_name(raw, path), raw.get("model_type")
+    if name not in MODEL_TYPES:
+        more = f"; supported: {', '.join(MODEL_TYPES)}, and what model.provider describes (docs/extending.md)"
+        if name.startswith(("Qwen3Next", "Qwen3_5")):  # no rows describe linear attention
+            more = "; docs/scope.md has what is missing for it"
+        if name == "Gemma3ForConditionalGeneration":
+            more = f", as it reads images too; save its language model alone, as {GEMMA3}"
+        raise UserError(f"{path}: architecture {plain(name)} is not supported{more}")
+    if model_type != MODEL_TYPES[name]:
+        needed = f"which needs {MODEL_TYPES[name]}"
+        raise UserError(f"{path}: model_type = {shown(model_type)} does not fit architectures = {name}, {needed}")
+    return name
 
 
 def check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:

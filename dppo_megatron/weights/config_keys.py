@@ -1,9 +1,7 @@
 """What config.json may hold: keys that are read, keys that must have the value implemented here, harmless keys.
 
 If a key changes the computation and is not read, another model is trained, without an error. So a key in none of the
-lists is refused by name if it switches something on (its value is not null, false, 0 or empty). Unknown harmless keys
-are refused too; the message at the start of the run names the remedy, `model.ignore_config_keys`. Tests compare the
-lists with what transformers' own code reads while it builds and runs a model.
+lists is refused by name if it switches something on. Tests compare the lists with what transformers' own code reads.
 """
 
 from __future__ import annotations
@@ -35,12 +33,11 @@ MODEL_TYPES = {
     GEMMA3: "gemma3_text",
 }
 """Architectures with rows in the weight table of `mapping.py` -> the `model_type` by which transformers finds them."""
-SUPPORTED = tuple(MODEL_TYPES)
 PROVIDED = "model.provider"
 """Stands for any family that a provider describes. The provider reads keys of its own, so only what no family here
 supports is refused."""
 
-_ALL = frozenset(SUPPORTED)
+_ALL = frozenset(MODEL_TYPES)
 _LATENT = frozenset({DEEPSEEK})
 _GEMMA = frozenset({GEMMA3})
 SIGMOID = frozenset({GLM4_MOE, DEEPSEEK})
@@ -94,8 +91,6 @@ class Key:
     """null means the same as a missing key."""
     optional: bool = False
     """The key may be missing: transformers has a default, which depends only on the family and the other keys."""
-    ignorable: bool = False
-    """`model.ignore_config_keys` may list it."""
 
     def holds_for(self, family: str) -> bool:
         """Whether the rule applies to a config.json of this family."""
@@ -167,7 +162,6 @@ FIXED = (
         _one_of(0, False),
         "the actor trains without dropout; to accept that, name the key in model.ignore_config_keys",
         nullable=True,
-        ignorable=True,
     ),
     Key(("use_sliding_window",), _NO, "no windows", nullable=True),
     Key(("sliding_window",), _NONE, "no windows", frozenset({LLAMA, MIXTRAL})),
@@ -213,8 +207,7 @@ FIXED = (
         "may name code on the Hub",
     ),
 )
-"""Keys that are accepted only with the value that this code implements; `model.ignore_config_keys` can list only one of
-them, attention_dropout."""
+"""Keys that are accepted only with the value that this code implements."""
 
 _IGNORED_BY_REASON = {
     "checked by functions of their own": "architectures model_type layer_types pad_token_id partial_rotary_factor"
@@ -239,11 +232,8 @@ _TOKENS = re.compile(r".*_token_(ids?|index)")
 
 
 def read_values(config: Any, raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any]:
-    """The value of every key of `READ`, from transformers' `config` of `raw`.
-
-    Raises:
-        UserError: a default of transformers is out of range.
-    """
+    """The value of every key of `READ`, from transformers' `config` of `raw`. Raises UserError for a default of
+    transformers that is out of range."""
     values: dict[str, Any] = {}
     for key in READ:
         if family not in key.families:
@@ -287,7 +277,7 @@ def check_keys(
         for name in key.names:
             if name not in raw or (key.nullable and raw[name] is None) or key.takes.fits(raw[name]):
                 continue
-            if key.ignorable and name in ignored:
+            if name == "attention_dropout" and name in ignored:
                 continue
             why = f" ({key.why})" if key.why else ""
             raise UserError(f"{path}: {name} = {shown(raw[name])} is not supported; supported: {key.takes.wanted}{why}")
@@ -296,15 +286,13 @@ def check_keys(
     if family == PROVIDED:
         unread = "model.provider's class does not read this key, which"
     for name, value in raw.items():
-        if name in listed or _TOKENS.fullmatch(name):
+        has_default = hasattr(defaults, name)
+        if name in listed or _TOKENS.fullmatch(name) or (has_default and _one_of(getattr(defaults, name)).fits(value)):
             continue
-        if hasattr(defaults, name):
-            if _one_of(getattr(defaults, name)).fits(value):
-                continue
-            if family != PROVIDED:
-                raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
+        if has_default and family != PROVIDED:
+            raise UserError(f"{path}: {plain(name)} = {shown(value)} is not supported: leave the key out")
         # a known attribute differs from its default here: for a provider's family that is refused even if it is off
-        if (hasattr(defaults, name) or not _OFF.fits(value)) and name not in ignored:
+        if (has_default or not _OFF.fits(value)) and name not in ignored:
             raise UserError(
                 f"{path}: {plain(name)} = {shown(value)} is not supported: {unread} may change"
                 " what the model computes. If the model was trained without it, name it in model.ignore_config_keys"
@@ -331,15 +319,11 @@ def _check_layer_types(raw: Mapping[str, Any], family: str, path: Path) -> None:
         return
     known = list(LAYER_TYPES) if family == GEMMA3 else [FULL]
     if not isinstance(types, list) or len(types) != count or any(one not in known for one in types):
-        raise UserError(
-            f"{path}: layer_types = {shown(types)} is not supported; supported: {' or '.join(known)} for each of the"
-            f" {count} layers"
-        )
+        wanted = f"{' or '.join(known)} for each of the {count} layers"
+        raise UserError(f"{path}: layer_types = {shown(types)} is not supported; supported: {wanted}")
 
 
-DEFAULT_THETA = 10_000.0
-"""transformers' default of rope_theta."""
-
+_DEFAULT_THETA = 10_000.0  # transformers'
 _THETA = _number(1.0, 1e30)  # frequencies are computed in float32
 _FACTOR, _CONTEXT = _number(1.0, 1e6), _size(1, _POSITIVE)
 _ABOVE_0 = _number(1e-6, 1e6)
@@ -361,11 +345,8 @@ _ROPE_KINDS: dict[str, tuple[dict[str, Accepted], dict[str, Accepted]]] = {
 they rotate a token differently as its sequence grows, so cached keys become wrong, and the engines disagree on them."""
 _ORDERED = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
 _ROPE_DEFAULTS = {"beta_fast": 32, "beta_slow": 1}
-_ROPE_TYPE_KEYS = ("rope_type", "type")
 _PART, _PARTS = "partial_rotary_factor", _number(0.01, 1.0)
 _ROPE_SOURCES = ("rope_parameters", "rope_scaling")
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
 """Gemma's layer types -> the key of config.json for the base of their position embedding, and transformers' default."""
@@ -373,29 +354,20 @@ LAYER_TYPES = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_fre
 
 def read_ropes(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, dict[str, Any]]:
     """The parameters of the position embedding for each type of layer (see `_read_rope`); most families have one type.
-
-    Raises:
-        UserError: two keys disagree, or a type, key or value is not implemented in the actor.
-    """
+    Raises UserError if two keys disagree, or for a type, key or value that is not implemented in the actor."""
     if family != GEMMA3:
         return {FULL: _read_rope(raw, family, path)}
     by_type = raw.get("rope_parameters") or {}
     if not isinstance(by_type, dict) or not set(by_type) <= set(LAYER_TYPES):
-        raise UserError(
-            f"{path}: rope_parameters = {shown(by_type)}: must have an object each for {' and '.join(LAYER_TYPES)}"
-        )
+        wanted = f"an object each for {' and '.join(LAYER_TYPES)}"
+        raise UserError(f"{path}: rope_parameters = {shown(by_type)}: must have {wanted}")
     ropes = {}
     for kind, (key, theta) in LAYER_TYPES.items():
-        parameters = by_type.get(kind)
-        base = _checked(key, raw[key], _THETA, path) if key in raw else None
-        if base is None and not (isinstance(parameters, dict) and "rope_theta" in parameters):
-            base = theta
-        view: dict[str, Any] = {
-            "rope_parameters": parameters,
-            "rope_scaling": raw.get("rope_scaling") if kind == FULL else None,
-        }
-        view |= {} if base is None else {"rope_theta": base}
-        view |= {name: raw[name] for name in ("original_max_position_embeddings", _PART) if name in raw}
+        view = {name: raw[name] for name in ("original_max_position_embeddings", _PART) if name in raw}
+        view["rope_parameters"] = parameters = by_type.get(kind)
+        view["rope_scaling"] = raw.get("rope_scaling") if kind == FULL else None
+        if key in raw or not (isinstance(parameters, dict) and "rope_theta" in parameters):
+            view["rope_theta"] = _checked(key, raw.get(key, theta), _THETA, path)
         ropes[kind] = _read_rope(view, family, path)
     return ropes
 
@@ -407,9 +379,6 @@ def _read_rope(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any
     transformers 5 writes `rope_parameters`, older versions `rope_theta` and `rope_scaling`. If a file has all of them,
     transformers uses only `rope_scaling`. With YaRN in one and plain RoPE in the other, the two models differ by 0.5
     nats per token, so contradictions are refused rather than resolved.
-
-    Raises:
-        UserError: two keys disagree, or a type, key or value is not implemented in the actor.
     """
     top = _checked("rope_theta", raw["rope_theta"], _THETA, path) if "rope_theta" in raw else None
     ropes = [_read_rope_of(name, raw, top, family, path) for name in _ROPE_SOURCES if raw.get(name)]
@@ -418,7 +387,7 @@ def _read_rope(raw: Mapping[str, Any], family: str, path: Path) -> dict[str, Any
         raise UserError(
             f"{path}: {first} and {second} disagree; transformers would only use rope_scaling. Remove one of them"
         )
-    rope = ropes[0] if ropes else {"rope_type": "default", "rope_theta": top or DEFAULT_THETA}
+    rope = ropes[0] if ropes else {"rope_type": "default", "rope_theta": top or _DEFAULT_THETA}
     if top is not None and rope["rope_theta"] != top:
         source, inner = next(name for name in _ROPE_SOURCES if raw.get(name)), rope["rope_theta"]
         raise UserError(f"{path}: rope_theta = {top} and {source}.rope_theta = {inner} disagree; remove one")
@@ -440,20 +409,17 @@ def _read_rope_of(
     given = raw[source]
     if not isinstance(given, dict):
         raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
-    kinds = {key: given[key] for key in _ROPE_TYPE_KEYS if key in given}
-    kind = next(iter(kinds.values()), "default")
-    if any(other != kind for other in kinds.values()):
-        raise UserError(f"{path}: {source}.rope_type and {source}.type disagree: {shown(given)}; remove one")
+    kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         supported = ", ".join(_ROPE_KINDS)
         raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: {supported}")
     needed, optional = _ROPE_KINDS[kind]
-    theta = given.get("rope_theta", DEFAULT_THETA if top_theta is None else top_theta)
+    theta = given.get("rope_theta", _DEFAULT_THETA if top_theta is None else top_theta)
     rope = {"rope_type": kind, "rope_theta": _checked(f"{source}.rope_theta", theta, _THETA, path)}
     if missing := sorted(set(needed) - set(given)):
         raise UserError(f"{path}: {source}: rope type {kind} needs {', '.join(missing)}")
     for key, value in given.items():
-        if key in (*_ROPE_TYPE_KEYS, "rope_theta") or (key in optional and value is None):
+        if key in ("rope_type", "type", "rope_theta") or (key in optional and value is None):
             continue
         if key in needed or key in optional:
             rope[key] = _checked(f"{source}.{key}", value, (needed | optional)[key], path)

@@ -1,12 +1,9 @@
 """Reads and writes Hugging Face checkpoint directories with one tensor in memory at a time.
 
-Errors name every missing, unknown and misshapen tensor. Reading maps one file at a time and copies out of it, so that
-pages of files already read do not stay resident. Writing first lays out the files from the known shapes and then writes
-each tensor at its offset as it arrives: the safetensors library would need a whole file in memory, twice.
-
-Readers disagree on ambiguous directories. transformers prefers `model.safetensors` to an index, vLLM the index; without
-an index, one refuses shards and the other reads only the last file. Here an index decides, else every safetensors file
-is read, and a directory that another reader would read differently is an error.
+Reading maps one file at a time and copies out of it, so that pages of files already read do not stay resident. Writing
+first lays out the files from the known shapes and then writes each tensor at its offset as it arrives: the safetensors
+library would need a whole file in memory, twice. Readers disagree on ambiguous directories (transformers prefers
+`model.safetensors` to an index, vLLM the index), so a directory that another reader would read differently is an error.
 """
 
 from __future__ import annotations
@@ -17,26 +14,25 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from dppo_megatron.files import remove_tree
+from dppo_megatron.files import make_directory, remove_tree
 from dppo_megatron.progress import progress
 from dppo_megatron.types import UserError
-from dppo_megatron.weights.adapter_files import write_adapter
 from dppo_megatron.weights.architecture import Architecture, Lora
 from dppo_megatron.weights.json_files import plain, read_object, shown
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, Shape, hf_shapes
 
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+_SINGLE, _ADAPTER = "model.safetensors", "adapter_config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 INPUT_NAME, OUTPUT_NAME = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -44,6 +40,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _NOT_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*.jinja")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TORCH_DTYPES = {label: dtype for dtype, label in _DTYPES.items()}
 
 
 class WeightReader(Protocol):
@@ -79,7 +76,9 @@ class CheckpointReader:
                     raise UserError(f"{plain(name)} is in two files, {self.files[name]} and {path}; remove one of them")
                 tensor = handle.get_slice(name)
                 shapes[name] = tuple(tensor.get_shape())
-                self.dtypes[name] = _torch_dtype(path, name, tensor.get_dtype())
+                if (dtype := tensor.get_dtype()) not in _TORCH_DTYPES:
+                    raise UserError(f"{path}: {name} has type {dtype}; supported: {', '.join(_TORCH_DTYPES)}")
+                self.dtypes[name] = _TORCH_DTYPES[dtype]
                 self.files[name] = path
         check_index(directory, index, self.files)
         expected = hf_shapes(architecture)
@@ -95,7 +94,7 @@ class CheckpointReader:
         check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
         self.names = list(expected)
         for name, shape in copies.items():
-            if shape != expected[INPUT_NAME] or not _same_values(self.get(name), self.get(INPUT_NAME)):
+            if shape != expected[INPUT_NAME] or bool((self.get(name) != self.get(INPUT_NAME)).any()):
                 # transformers would load such a checkpoint untied, with a warning
                 raise UserError(
                     f"'{hf_path}': config.json says tie_word_embeddings, but {name} differs from {INPUT_NAME}"
@@ -137,8 +136,7 @@ def check_shapes(where: str, expected: Mapping[str, Shape], found: Mapping[str, 
         raise UserError(f"{where} " + "; ".join(lists))
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSlot:
+class _TensorSlot(NamedTuple):
     file: BinaryIO
     offset: int
     shape: Shape
@@ -146,8 +144,7 @@ class _TensorSlot:
 
 @contextmanager
 def aside(target: Path, *, durable: bool = True) -> Iterator[Path]:
-    """A new directory, which replaces `target` if the block succeeds and is removed if it fails. `durable`: replace it
-    only when all data is on the disk."""
+    """A new directory, which replaces `target` if the block succeeds. `durable`: only when all data is on the disk."""
     directory = target.with_name(target.name + ".incomplete")
     remove_tree(directory)
     try:
@@ -219,39 +216,34 @@ class HFWriter:
         slot.file.write(data.reshape(-1).view(torch.uint8).numpy().data)
 
     def put_adapter(self, tensors: Mapping[str, Tensor], lora: Lora | None, base: str) -> None:
-        """Also write the adapter (which is merged into the tensors) into `adapter/`, as PEFT's files. Without `lora` do
-        nothing."""
+        """Also write the adapter (which is merged into the tensors) into `adapter/`. Without `lora` do nothing."""
         if lora is not None:
             write_adapter(self._directory / "adapter", tensors, lora, base)
 
     def lay_out(self, max_shard_bytes: int) -> None:
         """Open the files and write everything but the tensors: config.json, headers, an index."""
         self._write_config()
-        shards: list[list[str]] = [[]]
-        filled = 0
-        for name in self._shapes:
-            if shards[-1] and filled + self.num_bytes[name] > max_shard_bytes:
-                shards.append([])
-                filled = 0
-            shards[-1].append(name)
-            filled += self.num_bytes[name]
+        shards: list[dict[str, Any]] = [{}]
+        end = 0
+        for name, shape in self._shapes.items():
+            if shards[-1] and end + self.num_bytes[name] > max_shard_bytes:
+                shards.append({})
+                end = 0
+            start, end = end, end + self.num_bytes[name]
+            dtype = _DTYPES[self._dtypes[name]]
+            shards[-1][name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         weight_map = {}
-        for number, names in enumerate(shards, start=1):
+        for number, entries in enumerate(shards, start=1):
             sharded = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             file_name = _SINGLE if len(shards) == 1 else sharded
             file = self._files.enter_context(open(self._directory / file_name, "wb"))  # noqa: SIM115
-            offset, starts = 0, {}
-            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            for name in names:
-                end = offset + self.num_bytes[name]
-                dtype = _DTYPES[self._dtypes[name]]
-                header[name] = {"dtype": dtype, "shape": list(self._shapes[name]), "data_offsets": [offset, end]}
-                weight_map[name], starts[name], offset = file_name, offset, end
-            text = json.dumps(header).encode()
+            text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
             text += b" " * (-len(text) % 8)  # the format requires 8-byte alignment
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                self.slots[name] = _TensorSlot(file, 8 + len(text) + starts[name], self._shapes[name])
+            for name, entry in entries.items():
+                offset = 8 + len(text) + entry["data_offsets"][0]
+                self.slots[name] = _TensorSlot(file, offset, self._shapes[name])
+                weight_map[name] = file_name
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(self.num_bytes.values())}, "weight_map": weight_map}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -276,11 +268,8 @@ def write_checkpoint(
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Write a checkpoint that `transformers` loads: new weights, with `source`'s config and tokenizer, and the
-    `adapters` of `architecture.lora` in a directory of their own.
-
-    Every rank must call this, because the stream `tensors` is collective; only the rank with `write=True` writes. An
-    older `target` is replaced when the new one is complete.
-    """
+    `adapters` of `architecture.lora` in a directory of their own. Every rank must call this, because the stream
+    `tensors` is collective; only the rank with `write=True` writes."""
     stream = iter(tensors)
     first = next(stream, None)
     if not write or first is None:
@@ -291,6 +280,29 @@ def write_checkpoint(
         for name, tensor in chain([first], stream):
             writer.put(name, tensor)
         writer.put_adapter(adapters, architecture.lora, str(source))
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
+    """Write an adapter as PEFT's files: its `tensors`, by PEFT's names, and a config that names the model `base` it
+    belongs to. Raises UserError if the disk is full."""
+    make_directory(directory)
+    saved = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    path = directory / "adapter_model.safetensors"
+    try:
+        save_file(saved, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"'{path}' cannot be written: {error}") from None
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": list(lora.targets),
+    }
+    (directory / _ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def assets(source: str | Path) -> list[Path]:
@@ -304,10 +316,8 @@ def assets(source: str | Path) -> list[Path]:
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     for path in files:
         if not (target := path.resolve()).is_relative_to(home) and target.parent != blobs:
-            raise UserError(
-                f"{path} is a link to a file outside of the model's directory ({target}), and checkpoints and servers"
-                " get a copy of it; if it is part of the model, replace the link by the file itself"
-            )
+            problem = f"{path} is a link to a file outside of the model's directory ({target})"
+            raise UserError(f"{problem}; if it is part of the model, replace the link by the file itself")
     # the names left out describe the source's own weight files
     return [path for path in files if path.is_file() and path.name not in (INDEX, "metadata.json", "manifest.json")]
 
@@ -358,10 +368,6 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _same_values(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) if left.dtype == right.dtype else torch.equal(left.double(), right.double())
-
-
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise `UserError` that names the tensor if it holds a NaN or an infinity."""
     # a NaN or infinity makes the sum non-finite, and a sum needs one pass and no copy; the second test is for overflow
@@ -370,35 +376,21 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise UserError(f"{name}: {bad} of {tensor.numel()} weights are NaN or infinite; the checkpoint is damaged")
 
 
-def _torch_dtype(path: Path, name: str, dtype: str) -> torch.dtype:
-    for known, label in _DTYPES.items():
-        if label == dtype:
-            return known
-    raise UserError(f"{path}: {name} has type {dtype}; supported: {', '.join(_DTYPES.values())}")
-
-
 def holds_safetensors(directory: str | Path) -> bool:
     """Whether the directory has safetensors weights or an index of them, which take precedence over other formats."""
     return (Path(directory) / INDEX).exists() or any(Path(directory).glob("*.safetensors"))
 
 
 def weight_files(directory: Path, given_as: str) -> tuple[list[Path], dict[str, str]]:
-    """The files that hold the weights, and the index: tensor name -> file name, empty if there is none.
-
-    Raises:
-        UserError: no safetensors file, an adapter, an ambiguous directory, or an index that points outside it.
-    """
-    if (directory / "adapter_config.json").exists():
-        raise UserError(
-            f"{given_as} '{directory}': holds adapter_config.json, an adapter and not a model; merge it into its base"
-            " model and save that"
-        )
+    """The files that hold the weights, and the index: tensor name -> file name, empty if there is none. Raises
+    UserError for an adapter, an ambiguous directory, one without safetensors, or an index that points outside it."""
+    if (directory / _ADAPTER).exists():
+        problem = f"holds {_ADAPTER}, an adapter and not a model"
+        raise UserError(f"{given_as} '{directory}': {problem}; merge it into its base model and save that")
     index = _read_index(directory)
     if index and (directory / _SINGLE).exists() and _SINGLE not in index.values():
-        raise UserError(
-            f"'{directory}': holds {_SINGLE} beside {INDEX}, which does not name it: transformers reads the first,"
-            " engines the second; remove one of them"
-        )
+        readers = "transformers reads the first, engines the second"
+        raise UserError(f"'{directory}': holds {_SINGLE} beside {INDEX}, which does not name it: {readers}; remove one")
     paths = sorted({directory / name for name in index.values()}) or sorted(directory.glob("*.safetensors"))
     if not paths:
         pickled = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
@@ -409,10 +401,8 @@ def weight_files(directory: Path, given_as: str) -> tuple[list[Path], dict[str, 
 
 def check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, Path]) -> None:
     """Raise `UserError` unless the files hold exactly the tensors that the index (if any) lists for them."""
-    wrong = sorted(name for name, file in index.items() if files.get(name) != directory / file)
-    if index and not wrong:
-        wrong = sorted(set(files) - set(index))
-    if wrong:
+    named = {name: directory / file for name, file in index.items()} or files
+    if wrong := sorted({name for name, _ in named.items() ^ files.items()}):
         listed = ", ".join(plain(name) for name in wrong[:8])
         raise UserError(f"{directory / INDEX} does not agree with the files about {len(wrong)} tensors: {listed}")
 

@@ -13,7 +13,6 @@ from typing import Any
 from dppo_megatron.config.paths import distinct_keys, json_reason
 from dppo_megatron.types import UserError
 
-_MAX_BYTES = 256 * 2**20  # for comparison: the index of a 1,000-expert model has about 60 MB, a tokenizer.json 20 MB
 _SHOWN_CHARACTERS = 120
 
 
@@ -21,13 +20,11 @@ def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        UserError: the file is missing, not readable or too large, or is not a JSON object without duplicate keys.
+        UserError: the file is missing or not readable, or is not a JSON object without duplicate keys.
     """
     try:
         if not path.is_file():  # also refuses a pipe, whose reading would block
             raise UserError(f"{path}: no such file")
-        if path.stat().st_size > _MAX_BYTES:
-            raise UserError(f"{path}: larger than {_MAX_BYTES} bytes")
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=distinct_keys)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -42,10 +39,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A JSON value as one short printable line of ASCII, for messages."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(type(value))
+    text = json.dumps(value, default=lambda other: str(type(other)))
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
 
 

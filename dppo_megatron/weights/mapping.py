@@ -1,11 +1,8 @@
 """The one table of names and shapes: a Megatron parameter's global key and the Hugging Face tensors it is made of.
 
-Keys are those of Megatron's sharded state dict: global, the same for every tensor / pipeline split and for the
-local and the Transformer Engine layer specs. So one row serves loading, saving and the weight sync in every layout;
-Megatron's state dict has the offset of each shard in the full tensor (`sharded.py`).
-
-The table has only the shapes of Megatron's full (unsharded) tensors. Those of the Hugging Face tensors are derived by
-splitting an empty tensor, so the two sides cannot disagree.
+Keys are those of Megatron's sharded state dict: global, the same for every tensor / pipeline split and for both layer
+specs. So one row serves loading, saving and the weight sync in every layout. It has only the shape of Megatron's full
+(unsharded) tensor. Those of the Hugging Face tensors are derived by splitting an empty tensor.
 """
 
 from __future__ import annotations
@@ -45,25 +42,23 @@ PADDED_TO_VOCAB = (EMBEDDING, OUTPUT)
 
 @functools.cache
 def _rows(architecture: Architecture) -> Rows:
-    """Global Megatron key -> its shape in one layer (and expert), and the Hugging Face name patterns.
-
-    Each layer of a mixture has its own keys, which contain its number, as in Megatron's sharded state dict.
-    """
-    a, rows = architecture, _outside(architecture)
-    if not a.has_layer_keys:
-        return rows | _layer(a, has_experts=a.has_experts(0))
-    for layer in range(a.num_layers):
-        for key, (shape, names) in _layer(a, has_experts=a.has_experts(layer)).items():
-            layer_key = f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
-            rows[layer_key] = shape, tuple(name.replace("{layer}", str(layer)) for name in names)
+    """Global Megatron key -> its shape in one layer (and expert), and the Hugging Face name patterns. Each layer of a
+    mixture has its own keys, which contain its number, as in Megatron's sharded state dict."""
+    if not architecture.has_layer_keys:
+        return kinds(architecture)
+    rows = _outside(architecture)
+    for layer in range(architecture.num_layers):
+        for key, (shape, names) in _layer(architecture, architecture.has_experts(layer)).items():
+            numbered = tuple(name.replace("{layer}", str(layer)) for name in names)
+            rows[of_layer(key, (layer,), architecture)[0]] = shape, numbered
     return rows
 
 
 def kinds(architecture: Architecture) -> Rows:
     """The table without the layer numbers in a mixture's keys, which are the keys that a provider names."""
-    a, rows = architecture, _outside(architecture)
-    for has_experts in {a.has_experts(layer) for layer in range(a.num_layers)}:
-        rows |= _layer(a, has_experts=has_experts)
+    rows = _outside(architecture)
+    for has_experts in {architecture.has_experts(layer) for layer in range(architecture.num_layers)}:
+        rows |= _layer(architecture, has_experts)
     return rows
 
 
@@ -78,7 +73,7 @@ def _outside(a: Architecture) -> Rows:
     return _provided(a, rows)
 
 
-def _layer(a: Architecture, *, has_experts: bool) -> Rows:
+def _layer(a: Architecture, has_experts: bool) -> Rows:
     rows = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
     return _provided(a, rows | (_mixture(a, a.experts) if a.experts and has_experts else _dense(a)))
 
@@ -107,20 +102,19 @@ def _attention(a: Architecture) -> Rows:
 def _latent_attention(a: Architecture, latent: Latent) -> Rows:
     hidden, query = a.hidden_size, a.num_heads * a.head_dim
     expanded = a.num_heads * (latent.nope_dim + latent.value_dim)
-    inside: dict[str, tuple[Shape, str]] = {
-        "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
-        "linear_kv_down_proj.weight": ((latent.rank + latent.rope_dim, hidden), "kv_a_proj_with_mqa"),
-        **({"linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj")} if latent.query_rank else {}),
-        "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
-        "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
-    }
+    inside: dict[str, tuple[Shape, str]] = {"linear_q_proj.weight": ((query, hidden), "q_proj")}
     if latent.query_rank:
-        inside |= {
+        inside = {
             "linear_q_up_proj.layer_norm_weight": ((latent.query_rank,), "q_a_layernorm"),
             "linear_q_up_proj.weight": ((query, latent.query_rank), "q_b_proj"),
+            "linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj"),  # SGLang joins it with the next
         }
-    else:
-        inside["linear_q_proj.weight"] = (query, hidden), "q_proj"
+    inside |= {
+        "linear_kv_down_proj.weight": ((latent.rank + latent.rope_dim, hidden), "kv_a_proj_with_mqa"),
+        "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
+        "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
+        "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
+    }
     rows: Rows = {_LAYERS + "input_layernorm.weight": ((hidden,), (_HF + "input_layernorm.weight",))}
     for key, (shape, name) in inside.items():
         rows[f"{_LAYERS}self_attention.{key}"] = shape, (f"{_HF}self_attn.{name}.weight",)
@@ -170,14 +164,15 @@ def adapter_rows(architecture: Architecture) -> Rows:
 
     Example: q_proj and v_proj of (queries, keys, values) = (64, 32, 32) rows of 48, rank 8: A (16, 48), B (128, 8).
     """
-    lora = architecture.lora
     rows: Rows = {}
-    for key, (shape, names) in _rows(architecture).items() if lora else ():
-        chosen = [names[part] for part in _targets(key, architecture)]
-        if lora and chosen:
-            prefixes = ["base_model.model." + name.removesuffix("weight") for name in chosen]
-            for half, size in (("a", (len(chosen) * lora.rank, shape[1])), ("b", (shape[0], lora.rank))):
-                rows[adapter_key(key, half)] = size, tuple(f"{one}lora_{half.upper()}.weight" for one in prefixes)
+    if architecture.lora is None:
+        return rows
+    rank = architecture.lora.rank
+    for key, (shape, names) in _rows(architecture).items():
+        chosen = ["base_model.model." + names[part] for part in _targets(key, architecture)]
+        for half, size in (("a", (len(chosen) * rank, shape[1])), ("b", (shape[0], rank))) if chosen else ():
+            theirs = tuple(f"{adapter_key(name, half.upper())}.weight" for name in chosen)
+            rows[adapter_key(key, half)] = size, theirs
     return rows
 
 
@@ -193,11 +188,10 @@ def adapter_key(key: str, half: str) -> str:
 def adapter_parts(key: str, architecture: Architecture) -> Tensor:
     """[rows of the weight `key`] int64: the block of `lora_a` that the row's B multiplies; -1 without an adapter."""
     targets = _targets(key, architecture)
-    sizes = [
-        len(part) for part in split(key, torch.empty(full_shape(key, architecture)[:1], device="meta"), architecture)
-    ]
-    blocks = [targets.index(part) if part in targets else -1 for part in range(len(sizes))]
-    return join(key, [torch.full((size,), block) for size, block in zip(sizes, blocks, strict=True)], architecture)
+    parts = split(key, torch.empty(full_shape(key, architecture)[0], dtype=torch.int64), architecture)
+    for number, part in enumerate(parts):
+        part.fill_(targets.index(number) if number in targets else -1)
+    return join(key, parts, architecture)
 
 
 def by_block(b: Tensor, parts: Tensor, blocks: int) -> Tensor:
@@ -235,10 +229,7 @@ def _row(key: str, architecture: Architecture) -> tuple[Shape, tuple[str, ...]]:
 
 
 def table(architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """Global Megatron key -> Hugging Face name patterns; several are joined along dimension 0.
-
-    Queries, keys and values are interleaved by key-value head. A tied output layer has no row.
-    """
+    """Global Megatron key -> Hugging Face name patterns (see `join`). A tied output layer has no row."""
     return {key: names for key, (_, names) in _rows(architecture).items()}
 
 
@@ -285,10 +276,7 @@ def split(key: str, full: Tensor, architecture: Architecture) -> list[Tensor]:
 
 
 def full_shape(key: str, architecture: Architecture) -> Shape:
-    """Shape of Megatron's tensor `key` of one layer (and expert), with an unpadded vocabulary.
-
-    Raises KeyError for a key that is neither in `table` nor an adapter's.
-    """
+    """Shape of Megatron's tensor `key` of one layer (and expert), with an unpadded vocabulary."""
     return _row(key, architecture)[0]
 
 
@@ -308,8 +296,7 @@ def stacked_axes(key: str, architecture: Architecture) -> int:
 
 
 def hf_shapes(architecture: Architecture, keys: Collection[str] = ()) -> dict[str, Shape]:
-    """Name -> shape of the tensors in a Hugging Face checkpoint of this architecture, in the order of layers; with
-    `keys`, only of those that make up these keys."""
+    """Name -> shape of the tensors in a Hugging Face checkpoint, in the order of layers; with `keys`, only of these."""
     shapes: dict[str, Shape] = {}
     parts = {
         key: split(key, torch.empty(full_shape(key, architecture), device="meta"), architecture)

@@ -1,11 +1,8 @@
 """`model.provider`: a model family without rows in `mapping.py`, described by an mbridge class (sizes, weight names).
 
-So users who have written such a class for another trainer can train their family here. Only the description is used:
-the layers are this project's own, since mbridge's need Transformer Engine and cannot read packs. No description is
-trusted: the names must fit the checkpoint, the splits must be those of `mapping.py`, and before a run, an evaluation or
-a conversion the first layers are compared with transformers' (`steps/first_layers.py`).
-
-mbridge 0.15.1 is written for transformers 4; `_AsIn4` gives its classes the names that transformers 5 has moved.
+Only the description is used: layers and splits are this project's own, since mbridge's need Transformer Engine and
+cannot read packs. No description is trusted: before a run, an evaluation or a conversion the first layers are compared
+with transformers' (`steps/first_layers.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import (
     Architecture,
+    architecture_name,
     as_transformers_reads,
     check_sizes,
     positions_of,
@@ -41,7 +39,7 @@ from dppo_megatron.weights.architecture import (
 from dppo_megatron.weights.config_keys import FULL, PROVIDED, check_keys, read_ropes
 from dppo_megatron.weights.json_files import plain, shown
 from dppo_megatron.weights.layer_parts import Experts, make_rope, read_latent
-from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS, kinds, split, table
+from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS, kinds
 
 _OURS = "decoder.layers."
 _READ = re.compile(
@@ -66,28 +64,18 @@ another epsilon in its norm by more than 3e-5, one with a wrong bias, head or po
 
 
 def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") -> Architecture:
-    """The architecture of the checkpoint in `model.hf_path`, from this project's tables or from a provider.
-
-    Args:
-        given_as: the setting or option that named the directory, for messages.
-
-    Raises:
-        UserError: see `read_architecture`; or the provider is missing, or describes a model that cannot train here.
-    """
+    """The architecture of the checkpoint in `model.hf_path` (named by the setting or option `given_as`), from this
+    project's tables or from a provider. Raises UserError as `read_architecture` does, or if the provider is missing or
+    describes a model that cannot train here."""
     if not model.provider:
         return read_architecture(model.hf_path, given_as, model.ignore_config_keys)
     raw, path = read_config(model.hf_path, given_as)
-    names, model_type = raw.get("architectures"), raw.get("model_type")
+    name, model_type = architecture_name(raw, path), raw.get("model_type")
     setting = f"model.provider = {model.provider}"
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise UserError(f"{path}: architectures = {shown(names)}: must be a list of one name")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UserError(
-            f"{setting}: transformers has no model_type {shown(model_type)} ({path}), so the layers could not be"
-            " compared with its own"
-        )
+        raise UserError(f"{setting}: transformers has no model_type {shown(model_type)} ({path}) to compare with")
     if not hasattr(CONFIG_MAPPING[model_type], "rope_parameters"):
-        raise UserError(f"{setting}: {path} is of {names[0]}, which is not a text-only model with rotary positions")
+        raise UserError(f"{setting}: {path} is of {name}, which is not a text-only model with rotary positions")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Apex and CUDA graphs, which are not used
         bridge_class = _bridge_class(model.provider, model_type, setting)
@@ -99,10 +87,8 @@ def model_architecture(model: ModelConfig, given_as: str = "model.hf_path =") ->
     from_read_keys = CONFIG_MAPPING[model_type].from_dict({key: raw[key] for key in raw if key in read})
     check_keys(raw, PROVIDED, path, from_read_keys, model.ignore_config_keys, read)
     _check_windows(config, path)
-    architecture = _architecture(names[0], bridge.config, config, ropes, path, setting)
-    architecture = replace(architecture, provided_names=tuple(_names(bridge, architecture, setting)))
-    _check_splits(bridge, architecture, setting)
-    return architecture
+    architecture = _architecture(name, bridge.config, config, ropes, path, setting)
+    return replace(architecture, provided_names=tuple(_names(bridge, architecture, setting)))
 
 
 class NotComparedError(UserError):
@@ -111,13 +97,12 @@ class NotComparedError(UserError):
 
 def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
     """Compare the first layers with transformers', in a child process that builds them on the CPU. Everything that
-    computes with a provider's layers calls this first; a conversion does if the comparison is possible.
+    computes with a provider's layers calls this first.
 
     Args:
         embedded: compare the embedded engine's layers too; in an evaluation no metric compares them with an actor's.
 
-    Returns:
-        A line for the log.
+    Returns a line for the log.
 
     Raises:
         UserError: the layers do not compute what transformers' do.
@@ -141,12 +126,13 @@ def check_first_layers(model: ModelConfig, embedded: bool = False) -> str:
         reason = one_line((errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1])
         if child.returncode < 0:
             reason = f"the child process was killed by signal {-child.returncode} (out of memory?)"
-        problem = f"{setting}: the first layers could not be compared with transformers': {reason}"
-        raise NotComparedError(problem) from None
+        problem = "the first layers could not be compared with transformers'"
+        raise NotComparedError(f"{setting}: {problem}: {reason}") from None
     if "error" in result:
         raise UserError(result["error"])
-    layers = f"the first {result['layers']} of {result['of']} layers" if result["layers"] > 1 else "the first layer"
-    difference = result["difference"]
+    layers, difference = "the first layer", result["difference"]
+    if result["layers"] > 1:
+        layers = f"the first {result['layers']} of {result['of']} layers"
     if not difference <= _TOLERANCE:
         raise UserError(
             f"{setting}: log-probabilities after {layers} differ by up to {difference:.2g} from transformers' (allowed:"
@@ -196,10 +182,8 @@ def _bridge_class(provider: str, model_type: str, setting: str) -> Any:
     if provider != "mbridge":
         raise UserError(f"{setting}: must be mbridge, or module:Class")
     if model_type not in _MODEL_REGISTRY:
-        raise UserError(
-            f"{setting}: mbridge has no class for model_type {model_type}, only for"
-            f" {', '.join(sorted(_MODEL_REGISTRY))}. Name your own class as module:Class"
-        )
+        known = f"only for {', '.join(sorted(_MODEL_REGISTRY))}. Name your own class as module:Class"
+        raise UserError(f"{setting}: mbridge has no class for model_type {model_type}, {known}")
     return _MODEL_REGISTRY[model_type]
 
 
@@ -228,9 +212,9 @@ def _bridge(bridge_class: Any, config: _AsIn4, setting: str) -> Any:
         ]
     except (Exception, SystemExit) as error:  # third-party code, written for other versions
         raise UserError(f"{setting}: {_failure(bridge_class, error)}") from None
-    if changed:
-        value = getattr(bridge.config, changed[0])
-        raise UserError(f"{setting}: {bridge_class.__name__} has {changed[0]} = {value}, which layers here do not have")
+    for name in changed:
+        value = getattr(bridge.config, name)
+        raise UserError(f"{setting}: {bridge_class.__name__} has {name} = {value}, which layers here do not have")
     return bridge
 
 
@@ -244,10 +228,8 @@ def _check_windows(config: Any, path: Path) -> None:
     is_on = getattr(config, "use_sliding_window", True) if hasattr(type(config), "use_sliding_window") else True
     window = getattr(config, "sliding_window", None) if is_on else None
     if any(one != FULL for one in types or []) or (types is None and window is not None):
-        raise UserError(
-            f"{path}: sliding_window = {shown(window)}, layer_types = {shown(types)} is not supported with"
-            " model.provider: every token sees all tokens before it"
-        )
+        both = f"sliding_window = {shown(window)}, layer_types = {shown(types)}"
+        raise UserError(f"{path}: {both} is not supported with model.provider: every token sees all tokens before it")
 
 
 def _architecture(name: str, theirs: Any, config: Any, ropes: Any, path: Path, setting: str) -> Architecture:
@@ -294,10 +276,7 @@ def _experts(theirs: Any, setting: str) -> Experts:
         raise UserError(f"{setting}: has moe_layer_freq = {frequency}; only the first layers may be dense here")
     is_sigmoid = theirs.moe_router_score_function == "sigmoid"
     if is_sigmoid != bool(theirs.moe_router_enable_expert_bias):
-        raise UserError(
-            f"{setting}: has {theirs.moe_router_score_function} routers with moe_router_enable_expert_bias ="
-            f" {theirs.moe_router_enable_expert_bias}; here sigmoid routers have that bias, and others have not"
-        )
+        raise UserError(f"{setting}: here sigmoid routers have moe_router_enable_expert_bias, and others have not")
     return Experts(
         count=theirs.num_moe_experts,
         per_token=theirs.moe_router_topk,
@@ -341,34 +320,6 @@ def _names(bridge: Any, architecture: Architecture, setting: str) -> Iterator[tu
         if not patterns or any(not isinstance(p, str) or set(re.findall(r"{(.*?)}", p)) != axes for p in patterns):
             raise UserError(f"{setting}: {type(bridge).__name__} names {name} {plain(str(patterns))}")
         if key.endswith(EXPERT_BIAS) and not patterns[0].endswith(CORRECTION_BIAS):
-            raise UserError(
-                f"{setting}: names {name} {patterns[0]}, but only names that end in {CORRECTION_BIAS} stay in float32"
-            )
+            problem = f"only names that end in {CORRECTION_BIAS} stay in float32"
+            raise UserError(f"{setting}: names {name} {patterns[0]}, but {problem}")
         yield key, tuple(patterns)
-
-
-def _check_splits(bridge: Any, architecture: Architecture, setting: str) -> None:
-    """Raise UserError unless the bridge splits tensors into those of the checkpoint as `mapping.split` does."""
-    overrides_split = type(bridge)._weight_to_hf_format.__module__ != "mbridge.core.bridge"
-    generator = torch.Generator().manual_seed(0)
-    for key, (shape, names) in kinds(architecture).items():
-        if len(names) == 1 and not overrides_split:
-            continue
-        full = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)  # bytes: matrices may be large
-        name = _theirs(key, "0", "0")
-        try:
-            theirs = bridge._weight_to_hf_format(name, full)[1]
-        except (Exception, SystemExit) as error:  # third-party code
-            raise UserError(f"{setting}: of {name}, {_failure(type(bridge), error)}") from None
-        ours = split(_key_in_table(key, architecture), full, architecture)
-        if len(theirs) != len(ours) or not all(map(torch.equal, theirs, ours)):
-            raise UserError(
-                f"{setting}: {type(bridge).__name__} splits {name} into {', '.join(names)} in another way than this"
-                " program's layers"
-            )
-
-
-def _key_in_table(key: str, architecture: Architecture) -> str:
-    """The key itself if the table has it; in a mixture, the key of the first layer that has it."""
-    numbered = (f"{_OURS}{layer}.{key.removeprefix(_OURS)}" for layer in range(architecture.num_layers))
-    return next(one for one in (key, *numbered) if one in table(architecture))

@@ -4,13 +4,10 @@
     a holder ──▶ one receiver of each node without a holder                first hop, the only one over the network
                  that one ──▶ the other receivers of its node              second hop, inside the node
 
-A network card has an eighth of the speed of the links inside a node, and with colocated servers every rank is a
-receiver. If the holder with the nearest rank sent, all traffic would come from the ranks at the border of a pipeline
-stage. So a block is divided into pieces: its holders take turns in sending them, a node's receivers in fetching them.
-
-Every rank computes its own part of the plan from what all know: the holders, the receivers, the node of each rank. The
-parts match because all ranks apply the same rule. At 1,024 ranks the computation must not visit each shard and
-receiver, so shards that the same ranks hold are one block, and many of them one message.
+A network card has an eighth of the speed of the links inside a node, so a block is divided into pieces: its holders
+take turns in sending them, a node's receivers in fetching them. Every rank computes its own part of the plan, by the
+same rule, from what all know: the holders, the receivers, the node of each rank. At 1,024 ranks the computation must
+not visit each shard and receiver, so shards that the same ranks hold are one block, and many of them one message.
 """
 
 from __future__ import annotations
@@ -78,12 +75,8 @@ class Role(NamedTuple):
 
 
 class Route:
-    """Rank `me`'s part in sending the blocks of `holders` to all receivers.
-
-    Args:
-        nodes: the node of each rank of the job, as any integer; nodes may differ in size.
-        receivers: the receiving ranks of each node.
-    """
+    """Rank `me`'s part in sending the blocks of `holders` to all receivers. `nodes`: the node of each rank, as any
+    integer; `receivers`: the receiving ranks of each node."""
 
     def __init__(
         self, holders: tuple[int, ...], nodes: Sequence[int], receivers: dict[int, list[int]], me: int
@@ -148,12 +141,8 @@ class RoutedBucket(NamedTuple):
 
 
 class Catalogue:
-    """Which ranks hold which blocks in the whole job, and what a rank does in a pass over all weights.
-
-    Args:
-        reports: one per rank, in the order of ranks.
-        keys: all keys, in the order in which a pass takes those of a layer.
-    """
+    """Which ranks hold which blocks in the whole job, and what a rank does in a pass over all weights. `reports`: one
+    per rank; `keys`: all keys, in the order in which a pass takes those of a layer."""
 
     def __init__(self, reports: Sequence[RankReport], keys: Iterable[str]) -> None:
         self._nodes = [node for node, _ in reports]
@@ -170,12 +159,10 @@ class Catalogue:
         turns: dict[Item, int] = {}
         for number, block in enumerate(self.blocks):
             count: Counter[Place] = Counter()
-            for place in block.places:
-                item = block.key, place
+            for item in [(block.key, place) for place in block.places]:
                 self.parts[item] = (*self.parts.get(item, ()), number)
-                layer = layer_of(*item)
-                turns[item] = count[layer]
-                count[layer] += 1
+                turns[item] = count[layer_of(*item)]
+                count[layer_of(*item)] += 1
         order = {key: number for number, key in enumerate(keys)}
         # alternates between the holders of a layer's experts, so that all of them send in each bucket
         self._order = sorted(self.parts, key=lambda item: (layer_of(*item), turns[item], order[item[0]], item[1]))

@@ -1,9 +1,8 @@
 """Loads and streams the weights of a sharded Megatron model under their Hugging Face names.
 
 Both directions use Megatron's sharded state dict, which has the global key and offset of every local tensor. Export
-gathers one bucket of full tensors at a time, and only on the receiving ranks, so no rank ever holds the whole model
-twice. A rank is never sent what it holds, and each node receives what it lacks over the network once (`routes.py`):
-under pure data parallelism nothing is sent at all.
+gathers one bucket of full tensors at a time, and only on the receiving ranks. A rank is never sent what it holds, and
+each node receives what it lacks over the network once (`routes.py`): under pure data parallelism nothing is sent.
 
     rank that only holds    pack 0, send 0 | pack 1, send 1 | pack 2, ...   waits for the send of k before k + 2
     receiving rank          receive 0, pass on 0 | receive 1 while 0 is read | pass on 1 | receive 2 while 1 is ...
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -70,37 +69,31 @@ class _Exchange:
     works: list[dist.Work]
 
 
-_Shard: TypeAlias = Tensor | partial[Tensor]
-"""A tensor, or for a weight with an adapter the function that merges this rank's shards of both."""
+_Shard: TypeAlias = Callable[[], Tensor]
+"""Returns the current values; of a weight with an adapter, with this rank's shard of that merged in."""
 
 
 @torch.no_grad()
 def load_hf_weights(model: Sequence[torch.nn.Module], architecture: Architecture, get: Callable[[str], Tensor]) -> None:
-    """Copy full Hugging Face tensors into this rank's shards. Collective.
-
-    Args:
-        get: returns one full tensor by name, on the CPU.
+    """Copy full Hugging Face tensors, which `get` returns by name, on the CPU, into this rank's shards. Collective.
 
     Raises:
         UserError: on every rank, if one of them found a tensor that cannot be read or has a NaN or an infinity.
     """
-    problem = ""
+    problems: list[str] = []
     try:
-        for shard in _local_shards(model):
+        for shard in local_shards(model):
             _load_shard(shard, architecture, get)
     except UserError as error:
-        problem = str(error)
-    # with pipeline stages, maybe only one rank has read the tensor
-    if first := next(filter(None, gather_all([problem])), ""):
-        raise on_every_rank(UserError(first))
+        problems.append(str(error))
+    for problem in gather_all(problems):  # with pipeline stages, maybe only one rank has read the tensor
+        raise on_every_rank(UserError(problem))
 
 
 def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[[str], Tensor]) -> None:
     assert shard.data is not None
-    key, axes = shard.key, shard.prepend_axis_num
-    place, start = _place(shard), tuple(shard.global_offset[axes:])
-    shape = tuple(shard.global_shape[axes:])
-    parts = []
+    key, axes, parts = shard.key, shard.prepend_axis_num, []
+    place, start, shape = place_of(shard), shard.global_offset[axes:], tuple(shard.global_shape[axes:])
     for name in hf_names(key, place, architecture):
         # convert before the check: a float64 value too large for the actor's dtype becomes an infinity here
         part = get(name).to(shard.data.dtype)
@@ -116,13 +109,11 @@ def _load_shard(shard: ShardedTensor, architecture: Architecture, get: Callable[
 
 
 class WeightStream:
-    """Streams full tensors under their Hugging Face names to the receiving ranks.
+    """Streams full tensors under their Hugging Face names to the receiving ranks. With `adapters`, the adapters under
+    PEFT's names, instead of the weights with the adapters merged in.
 
     The ranks report their shards once, when the stream is created, and compute routes once for each set of receivers; a
     pass transfers only tensors.
-
-    Args:
-        adapters: stream the adapters under PEFT's names, instead of the weights with the adapters merged in.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module], architecture: Architecture, *, adapters: bool = False) -> None:
@@ -139,8 +130,8 @@ class WeightStream:
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
-            if block in local:
-                self._local |= {(number, place): data for place, data in zip(block.places, local[block], strict=True)}
+            for place, shards in zip(block.places, local.get(block, ()), strict=False):
+                self._local[number, place] = shards
         self._hf_shapes = hf_shapes(architecture, adapter_rows(architecture) if adapters else ())
         self._model = model
         experts = architecture.experts
@@ -185,12 +176,12 @@ class WeightStream:
     def _correction_biases(self) -> list[tuple[str, Tensor]]:
         """The whole model's, under Hugging Face names. Gathered once by all ranks: they are small and never change."""
         if self._biases is None:
-            mine = {
-                hf_names(shard.key, _place(shard), self._architecture)[0]: shard.data.cpu()
-                for shard in _local_shards(self._model)
-                if _is_correction_bias(shard.key) and not any(shard.replica_id)  # only from the main replica
-            }
-            biases = {name: tensor for part in gather_all([mine]) for name, tensor in part.items()}
+            mine = [
+                (hf_names(shard.key, place_of(shard), self._architecture)[0], shard.data.cpu())
+                for shard in local_shards(self._model)
+                if shard.key.endswith(EXPERT_BIAS) and not any(shard.replica_id)  # only from the main replica
+            ]
+            biases = dict(gather_all(mine))
             self._biases = [(name, biases[name]) for name in self._hf_shapes if name in biases]
         return self._biases
 
@@ -211,13 +202,11 @@ class WeightStream:
     def _pass_on(self, exchange: _Exchange) -> None:
         """Start the second hop: send what we have fetched to the others on our node, and receive what they fetched."""
         operations: list[dist.P2POp] = []
-        fetched = False
         for piece, role in _pieces(exchange.units, exchange.flat):
             operations += [dist.P2POp(dist.isend, piece, rank) for rank in role.onward]
-            fetched |= bool(role.onward)
             if role.relay is not None:
                 operations.append(dist.P2POp(dist.irecv, piece, role.relay))
-        if fetched:
+        if any(role.onward for unit in exchange.units for role in unit.roles):
             _wait(exchange.works)
         if operations:
             exchange.works.extend(dist.batch_isend_irecv(operations))
@@ -254,7 +243,7 @@ class WeightStream:
         for number in self._catalogue.parts[item]:
             block = self._blocks[number]
             own = self._local.get((number, place))
-            shards: Iterable[Tensor] = map(_read, own) if own else torch.split(arrived[number, place], block.sizes)
+            shards = (shard() for shard in own) if own else torch.split(arrived[number, place], block.sizes)
             for (start, size), shard in zip(block.parts, shards, strict=True):
                 full[_index(start, size)].copy_(shard.view(size))
         if is_direct:
@@ -268,13 +257,8 @@ class WeightStream:
         return (unit.block, unit.places[0]) in self._local
 
     def _packed(self, unit: BlockPart) -> Tensor:
-        parts = [data for place in unit.places for data in self._local[unit.block, place]]
-        return torch.cat([_read(data).to(self._dtype).flatten() for data in parts])
-
-
-def _read(shard: _Shard) -> Tensor:
-    """The current values, with the adapter merged in."""
-    return shard() if isinstance(shard, partial) else shard
+        parts = [shard for place in unit.places for shard in self._local[unit.block, place]]
+        return torch.cat([shard().to(self._dtype).flatten() for shard in parts])
 
 
 def _pieces(units: Sequence[BlockPart], flat: Sequence[Tensor]) -> Iterator[tuple[Tensor, Role]]:
@@ -293,12 +277,12 @@ def _blocks_of(
 ) -> dict[Block, list[list[_Shard]]]:
     """This rank's shards of the weights, or of the adapters: for each block by place, then by part."""
     at: dict[tuple[str, Place], tuple[tuple[int, ...], dict[tuple[int, ...], Tensor]]] = {}
-    for shard in _local_shards(model):
+    for shard in local_shards(model):
         assert shard.data is not None
-        if _is_correction_bias(shard.key):
+        if shard.key.endswith(EXPERT_BIAS):
             continue
         axes = shard.prepend_axis_num
-        item, shape = (shard.key, _place(shard)), tuple(shard.global_shape[axes:])
+        item, shape = (shard.key, place_of(shard)), tuple(shard.global_shape[axes:])
         at.setdefault(item, (shape, {}))[1][tuple(shard.global_offset[axes:])] = shard.data
     rows = adapter_rows(architecture)
 
@@ -306,7 +290,7 @@ def _blocks_of(
         """A rank with a shard of a weight also has the rows of B and the columns of A that belong to it."""
         weight = at[key, place][1][start]
         if architecture.lora is None or adapter_key(key, "a") not in rows:
-            return weight
+            return lambda: weight
         a, b = (at[adapter_key(key, half), place][1] for half in "ab")
         of_rows = adapter_parts(key, architecture)[start[0] : start[0] + len(weight)].to(weight.device)
         return partial(merged, weight, a[0, start[1]], b[start[0], 0], of_rows, architecture.lora)
@@ -326,15 +310,13 @@ def _index(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
-def _place(shard: ShardedTensor) -> Place:
+def place_of(shard: ShardedTensor) -> Place:
+    """Which tensor of its key a shard belongs to."""
     return tuple(shard.global_offset[: shard.prepend_axis_num])
 
 
-def _is_correction_bias(key: str) -> bool:
-    return key.endswith(EXPERT_BIAS)
-
-
-def _local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
+def local_shards(model: Sequence[torch.nn.Module]) -> Iterator[ShardedTensor]:
+    """Every tensor of this rank's model chunks, with its global key; one with gate and up projection as two."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,

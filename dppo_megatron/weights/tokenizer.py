@@ -1,8 +1,5 @@
-"""Loads the tokenizer of a model directory without running its code, and checks it against the model.
-
-transformers is lenient here, and would let us train on wrong tokens: without tokenizer files it makes a tokenizer of
-one token, and it adds an end-of-sequence token that has no id in any file as a new, untrained token.
-"""
+"""Loads the tokenizer of a model directory without running its code, and checks it against the model. transformers
+makes a tokenizer without files, and adds an end-of-sequence token that has no id in any file as an untrained one."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ def load_tokenizer(
     if not any((Path(directory) / name).is_file() for name in _FILES):
         raise UserError(f"{where}: holds no tokenizer (none of {', '.join(_FILES)})")
     if settings.get("auto_map"):
-        raise UserError(
-            f"{where}: tokenizer_config.json names code of its own (auto_map = {shown(settings['auto_map'])}), which is"
-            " never run; save the tokenizer in a format that transformers reads by itself"
-        )
+        code = f"auto_map = {shown(settings['auto_map'])}"
+        raise UserError(f"{where}: tokenizer_config.json names code of its own, which is never run ({code})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         vocabulary = tokenizer.get_vocab()
@@ -97,10 +92,8 @@ def _check_end(tokenizer: PreTrainedTokenizerBase, directory: Path, settings: Ma
         raise UserError(f"{where}: its tokenizer has no end-of-sequence token (eos_token in tokenizer_config.json)")
     end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
     if not _has_id(str(end), directory, settings):
-        raise UserError(
-            f"{where}: its end-of-sequence token {shown(str(end))} has no id in the tokenizer's files, so the model"
-            " never learned it; set eos_token in tokenizer_config.json to one of its tokens"
-        )
+        problem = f"its end-of-sequence token {shown(str(end))} has no id in the tokenizer's files"
+        raise UserError(f"{where}: {problem}; set eos_token in tokenizer_config.json to a token that the model learned")
 
 
 def _has_id(token: str, directory: Path, settings: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from support.job import job_config, read_metrics, settings, write_warm_job_files
 from support.launch import run_ranks
 from test_pruning_labels import check
 
-from dppo_megatron.checkpoint.state import read_state, write_state
+from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from mbridge.core import LLMBridge
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 
@@ -60,14 +59,6 @@ def _swapped(base: type, table: str, key: str) -> type:
     return type("Swapped", (base,), {table: getattr(base, table) | {key: [*first, other, one]}})
 
 
-class _Fused(SeedOssBridge):
-    """Rows of keys and values in another order than Megatron's."""
-
-    def _weight_to_hf_format(self, name: str, weights: torch.Tensor) -> Any:
-        names, parts = super()._weight_to_hf_format(name, weights)
-        return names, [part.flip(0) for part in parts] if "linear_qkv.weight" in name else parts
-
-
 class EXITS(DotsBridge):
     """Ends the process, or tries to."""
 
@@ -97,4 +88,3 @@ GATE_UP = _swapped(DotsBridge, "_MLP_MAPPING", "mlp.linear_fc1.weight")
 SHARED_GATE_UP = _swapped(DotsBridge, "_MLP_MAPPING", "mlp.shared_experts.linear_fc1.weight")
 KEYS_VALUES = _swapped(DotsBridge, "_ATTENTION_MAPPING", "self_attention.linear_qkv.weight")
 SEED_KEYS_VALUES = _swapped(SeedOssBridge, "_ATTENTION_MAPPING", "self_attention.linear_qkv.weight")
-FUSED = _Fused
