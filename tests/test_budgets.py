@@ -6,7 +6,6 @@ Each ends in a sentence within ten seconds of CPU time, children included; the c
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import math
 import os
@@ -87,42 +86,6 @@ def test_a_chat_template_that_computes_without_end(
     assert len(str(ended.value)) < 600
     with within_limit():
         assert stop_token_ids(config, tokenizer) == ()
-
-
-@pytest.mark.parametrize(
-    ("cpu_s", "turns", "length", "told"),
-    [
-        (4.0, 1, 4, r"4,000 ms of CPU a prompt, over 1 up to \S+:1;"),
-        (0.5, 1, 4, r"500 ms of CPU a prompt, over 7 up to \S+:7;"),
-        (0.02, 1, 4, r"20 ms of CPU a prompt, over 30\d up to"),
-        (0.009, 1, 4, ""),  # many times what a template in use takes, for as many prompts as there are
-        (0.09, 11, 4, ""),
-        (0.36, 1, 1_000_000, ""),
-    ],
-)
-def test_a_chat_template_that_is_slow_on_every_prompt(
-    cpu_s: float,
-    turns: int,
-    length: int,
-    told: str,
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No prompt of it takes too long; ten thousand would take hours. Long conversations and problems may take longer.
-    By a clock that goes on by `cpu_s` with each prompt."""
-    chat = [{"role": ("user", "assistant")[place % 2], "content": "1+1?" * (length // 4)} for place in range(turns)]
-    row = json.dumps({"problem": chat, "answer": "2"}) + "\n"
-    (tmp_path / "a.jsonl").write_text(row * (2500 if length == 4 else 10))
-    tokenizer.chat_template = "{{ messages[0]['content'][:4] }}"
-    clock = itertools.count()
-    monkeypatch.setattr(templates, "thread_time", lambda: cpu_s * next(clock))
-    if not told:
-        assert _loaded(tmp_path / "a.jsonl", tokenizer, template="chat_boxed").prompts
-        return
-    with pytest.raises(UserError, match=f"^data.train_sets.s: the tokenizer's chat template is too slow: {told}"):
-        _loaded(tmp_path / "a.jsonl", tokenizer, template="chat_boxed")
-    assert next(clock) * cpu_s < LIMIT_S
 
 
 def test_a_chat_template_that_raises_to_a_power(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -64,11 +64,6 @@ class ProblemSet:
     dropped: int = 0
     """In a training set: problems left out because they are in an evaluation set."""
 
-    @property
-    def first_prompt(self) -> str:
-        """Text of the first prompt, as the model gets it."""
-        return self.prompts[0].text
-
 
 _FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
 """Fields of a `ProblemSet` that its cache stores with the prompts."""
@@ -120,7 +115,7 @@ def load_set(
         "rows have several answers, of which answer_from=last reads only the last (all: every one)": reader.shortened,
         f"rows have a level that is not a number{share}; it is left out": reader.unknown_levels,
     }
-    notes = [*reader.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
+    notes = [*reader.repeats(), *unfilled(settings.template), *unstable(settings, tokenizer)]
     if special := reader.special:
         what = f"which the model gets as such: {special[0]}"
         notes.append(f"warning: {len(special)} problems hold special tokens, {what}")
@@ -138,7 +133,11 @@ class _PromptReader:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
         self._shared, self._start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
         self.prompts: list[Prompt] = []
-        self.repeats, self.hashed = _Repeats(self.prompts), sha256()
+        self.hashed = sha256()
+        self._places: dict[bytes, int] = {}
+        """Hash of a problem, of 128 bits because a million texts would be a second copy of the set -> its place."""
+        self._repeated: list[tuple[int, int]] = []
+        """Places of each repetition of a problem and of its first occurrence."""
         added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
         tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
@@ -181,15 +180,29 @@ class _PromptReader:
             read.append((row, problem, prompt))
         words = (problem_words(row, settings) for row, _, _ in read)
         for row, problem, prompt in looked_for.kept(read, words):
-            if prompt.index != (index := self._first_index + len(self.prompts)):  # an earlier one was dropped
-                prompt = replace(prompt, index=index)
+            place = len(self.prompts)
+            if prompt.index != self._first_index + place:  # an earlier one was dropped
+                prompt = replace(prompt, index=self._first_index + place)
             encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
             for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # the length makes it unambiguous
             self.prompts.append(prompt)
-            self.repeats.add(problem)
+            digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
+            if (first := self._places.setdefault(digest, place)) != place:
+                self._repeated.append((place, first))
             if match := self._special.search(_problem_text(problem)):
                 self.special.append(f"{match[0]} in {row.origin}")
+
+    def repeats(self) -> Iterator[str]:
+        """Lines for the log about problems that occur more than once."""
+        repeated = [(self.prompts[place], self.prompts[first]) for place, first in self._repeated]
+        if repeated:
+            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in repeated[:3])
+            yield f"warning: {len(repeated)} problems appear more than once: {examples}"
+        differ = [(one, first) for one, first in repeated if one.answer.strip() != first.answer.strip()]
+        for one, first in differ[:1]:
+            answers = f"{one.origin} has {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
+            yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 class _Where:
@@ -315,38 +328,6 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     for one in sets:
         tokens += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(tokens))
-
-
-class _Repeats:
-    """Finds problems that occur in a set more than once.
-
-    Texts are compared by a hash of 128 bits, because a million texts would be a second copy of the set.
-    """
-
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self._first: dict[bytes, int] = {}
-        """Hash of a problem -> its index in `prompts`."""
-        self._prompts = prompts
-        self._repeated: list[tuple[int, int]] = []
-        """Indices of each repetition and of its first occurrence."""
-
-    def add(self, problem: str | fields.Messages) -> None:
-        """Add the problem of the last prompt."""
-        index = len(self._prompts) - 1
-        digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
-        if (first := self._first.setdefault(digest, index)) != index:
-            self._repeated.append((index, first))
-
-    def notes(self) -> Iterator[str]:
-        """Lines for the log about problems that occur more than once."""
-        repeated = [(self._prompts[index], self._prompts[first]) for index, first in self._repeated]
-        if repeated:
-            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in repeated[:3])
-            yield f"warning: {len(repeated)} problems appear more than once: {examples}"
-        differ = [(one, first) for one, first in repeated if one.answer.strip() != first.answer.strip()]
-        for one, first in differ[:1]:
-            answers = f"{one.origin} has {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
-            yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:

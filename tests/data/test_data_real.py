@@ -31,7 +31,7 @@ def test_the_six_sets_load_and_contamination_is_said(tmp_path: Path) -> None:
     evaluated = {name: load_set(name, one, tokenizer) for name, one in eval_set_configs(config).items()}
     assert {name: len(one.prompts) for name, one in evaluated.items()} == SETS
     first = json.loads((DATA / "math500.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert first["problem"] in evaluated["math500"].first_prompt
+    assert first["problem"] in evaluated["math500"].prompts[0].text
     assert evaluated["math500"].prompts[0].level == float(first["level"].removeprefix("Level "))
     config.data.cache_path = str(tmp_path)
     trained, again = (load_train_sets(config, tokenizer, evaluated) for _ in range(2))
