@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
+from dppo_megatron.config.data import Condition, DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_path
 from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig

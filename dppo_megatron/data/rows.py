@@ -39,7 +39,6 @@ _MOST_REPEATED = 2**28
 """Bytes that a table may unpack to whatever that ratio: a system prompt repeated in 10,000 rows is stored once."""
 _MOST_GROWN = 2**30
 """Most memory, in bytes, that reading a few hundred rows may take."""
-_MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Oldest version of `datasets`. Earlier ones run scripts of a repository."""
@@ -284,13 +283,10 @@ def _check_ratio(unpacked: int, size: int, path: str, small: int = _SMALL) -> No
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line. A byte-order mark is removed."""
     with _open(path) as file:
-        blank, size = 0, os.stat(path).st_size
+        size = os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
-            blank = 0 if line.strip() else blank + 1
-            if blank > _MOST_BLANK:  # a gigabyte of blank lines takes ten minutes to read
-                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} consecutive blank lines")
             _check_ratio(file.tell(), size, path)
             text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
             yield number, text

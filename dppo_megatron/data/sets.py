@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.conditions import Condition
+from dppo_megatron.config.data import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -27,7 +27,6 @@ from dppo_megatron.data.order import make_order, order_key
 from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
-    is_beyond,
     model_ends,
     render,
     sequence_start,
@@ -46,7 +45,6 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    name: str
     key: str
     """The setting of the set (`data.train_path`), for messages."""
     prompts: Sequence[Prompt]
@@ -70,7 +68,6 @@ _FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
 
 
 def load_set(
-    name: str,
     settings: ResolvedSet,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -122,7 +119,7 @@ def load_set(
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
     facts = reader.filtered, reader.hashed.hexdigest(), tuple(notes)
     return ProblemSet(
-        name, settings.key, prompts, columns_of(prompts), *facts, words, held_out=looked_for.counts(), dropped=dropped
+        settings.key, prompts, columns_of(prompts), *facts, words, held_out=looked_for.counts(), dropped=dropped
     )
 
 
@@ -151,8 +148,7 @@ class _PromptReader:
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
-        short = ["" if is_beyond(text, settings.max_prompt_tokens) else text for text in texts]
-        ids = tokenize(short, self._tokenizer, self._shared, self._start)
+        ids = tokenize(texts, self._tokenizer, self._shared, self._start)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown
@@ -259,7 +255,7 @@ def load_train_sets(
     settings, held_out = train_set_configs(config), held_out_of(evaluated)
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = _load_train_set(config, name, one, tokenizer, held_out, first)
+        sets[name] = _load_train_set(config, one, tokenizer, held_out, first)
     refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
     selection = selection_settings(config)
@@ -273,16 +269,11 @@ def load_train_sets(
 
 
 def _load_train_set(
-    config: Config,
-    name: str,
-    settings: ResolvedSet,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: HeldOut,
-    first_index: int,
+    config: Config, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut, first_index: int
 ) -> ProblemSet:
     """The set from its cache; if it is not there, read it and write it to the cache."""
     drops = config.data.contamination == "drop"
-    read = partial(load_set, name, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
+    read = partial(load_set, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
     cache = PromptCache.of(config.data.cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
     if cache is None:
         return read()
@@ -291,7 +282,7 @@ def _load_train_set(
         if (content := cache.read(first_index)) is None:
             return None
         prompts, columns, facts = content
-        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
+        return ProblemSet(settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
 
     if cached := from_cache():
         return cached
@@ -308,7 +299,7 @@ def _load_train_set(
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
     """All sets to evaluate on, each numbered from 0. Raises UserError as `load_set`."""
-    return {name: load_set(name, settings, tokenizer) for name, settings in eval_set_configs(config).items()}
+    return {name: load_set(settings, tokenizer) for name, settings in eval_set_configs(config).items()}
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
@@ -361,19 +352,16 @@ def held_out_of(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     """Whether to leave the prompt out; raises UserError if a prompt that is too long must not be left out."""
-    beyond = is_beyond(prompt.text, settings.max_prompt_tokens)
-    if not prompt.token_ids and not beyond:
+    count = len(prompt.token_ids)
+    if not count:
         raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
-    if len(prompt.token_ids) <= settings.max_prompt_tokens and not beyond:
-        return False
-    if settings.overlong == "filter":
-        return True
-    length = f"{len(prompt.text):,} characters" if beyond else f"{len(prompt.token_ids)} tokens"
-    raise UserError(
-        f"{prompt.origin}: the prompt has {length}, more than {settings.max_prompt_tokens_key} ="
-        f" {settings.max_prompt_tokens}; raise it, or set overlong=filter (for an evaluation set in its own entry under"
-        " data.eval_sets) to leave such problems out"
-    )
+    if count > settings.max_prompt_tokens and settings.overlong != "filter":
+        raise UserError(
+            f"{prompt.origin}: the prompt has {count} tokens, more than {settings.max_prompt_tokens_key} ="
+            f" {settings.max_prompt_tokens}; raise it, or set overlong=filter (for an evaluation set in its own entry"
+            " under data.eval_sets) to leave such problems out"
+        )
+    return count > settings.max_prompt_tokens
 
 
 def _turns(problem: str | fields.Messages) -> fields.Messages:

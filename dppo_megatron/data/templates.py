@@ -261,11 +261,6 @@ def tokenize(
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]
 
 
-def is_beyond(text: str, max_tokens: int) -> bool:
-    """Whether a text has more than `max_tokens` tokens by its length alone: tokenizing 60 MB would take minutes."""
-    return len(text) > max(2**20, 128 * max_tokens)  # no token of a vocabulary in use is longer than 128 characters
-
-
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """[vocabulary] a list whose item i is the token id i, one int object for each."""
     return list(range(max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))))

@@ -41,7 +41,7 @@ def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: An
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
     check_data(config)
-    return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer())
+    return load_set(train_set_configs(config)["s"], tokenizer or chat_tokenizer())
 
 
 class Today:
