@@ -131,7 +131,9 @@ class Layer:
             assert isinstance(node, ScalarNode)
             value = self._scalar(node, hint, key)
         form = dict if is_dataclass(hint) else get_origin(hint) or hint
-        if form in _WANTED and value is not None and type(value) is not form and not _refers(value, form):
+        # to another setting, or (with a NUL) to the environment
+        is_reference = isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
+        if form in _WANTED and value is not None and type(value) is not form and not is_reference:
             raise self.refuse(key)
         return value
 
@@ -253,11 +255,6 @@ def inside(hint: Any, name: str) -> Any:
     if is_dataclass(hint):
         return types_of(cast(type, hint)).get(name)
     return get_args(hint)[1] if get_origin(hint) is dict else Any if hint is Any else None
-
-
-def _refers(value: Any, form: type) -> bool:
-    """Whether a text is a reference, to a setting or (with a NUL) to the environment, that may have the type `form`."""
-    return isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
 
 
 def _wanted(key: str, hint: Any, node: Node) -> str:

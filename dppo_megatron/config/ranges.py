@@ -107,7 +107,8 @@ def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> 
 
 def _check_choices(section: Any, key: str) -> None:
     """Check the choices of a settings class. Those of a file are checked on reading, those of a library's user here."""
-    hints = types_of(type(section))
+    kind: Any = type(section)
+    hints = types_of(kind)
     for item in fields(section):
         value, hint, name = getattr(section, item.name), without_none(hints[item.name]), f"{key}{item.name}"
         if get_origin(hint) is Literal and value is not None:

@@ -159,8 +159,7 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
     """Weight of each training set; None if they are shuffled together."""
     if config.data.mixing == "concatenate":
         return None
-    unnamed = {"train": TrainSetConfig()} if config.data.train_path else {}
-    return {name: one.weight for name, one in (unnamed | config.data.train_sets).items()}
+    return {name: one.weight for name, one in train_set_configs(config).items()}
 
 
 def example_set_config(config: Config) -> ResolvedSet:

@@ -145,8 +145,8 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
         with progress(f"writing {path}", len(converted), "rows") as advance, writing(f"{path}:"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=True) as file:
-                rows = counted(converted, advance)
-                file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+                lines = (json.dumps(row, ensure_ascii=False).encode() for row in counted(converted, advance))
+                file.writelines(line + b"\n" for line in lines)
         yield f"{path}: {len(converted)} problems{left_out}"
 
 

@@ -104,7 +104,12 @@ def render(
     is_problem_only = template.prompt_template == "{problem}"  # then the row and the prompt share one text
     for problem, origin in zip(problems, origins, strict=True):
         if template.apply_chat_template:
-            texts.append(_apply(_chat(problem, origin, template), origin, template, tokenizer))
+            chat = _chat(problem, origin, template)
+            try:
+                texts.append(_filled_in(chat, template, tokenizer, generates=True))
+            except Exception as error:  # a template is a program: it can raise anything, on purpose or not
+                why = f"the tokenizer's chat template fails on this prompt: {reason(error)}"
+                raise UserError(f"{origin}: {why}") from None
         elif isinstance(problem, str):
             texts.append(problem if is_problem_only else template.prompt_template.replace("{problem}", problem))
         else:
@@ -205,13 +210,6 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
             raise UserError(f"{origin}: the messages begin with a system turn, and system_prompt is set; keep one")
         chat.insert(0, {"role": "system", "content": template.system_prompt})
     return chat
-
-
-def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
-    try:
-        return _filled_in(chat, template, tokenizer, generates=True)
-    except Exception as error:  # a template is a program: it can raise anything, on purpose or not
-        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
 
 
 def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, generates: bool) -> str:

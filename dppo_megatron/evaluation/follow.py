@@ -67,7 +67,8 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
     if undone:
         show(f"{', '.join(undone)}: cannot be read, or not of this run, so no evaluation")
     again = "" if state == "finished" else "; the same command goes on when the run does"
-    return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
+    done = len(list(out.glob(f"step_*/{RESULTS}")))
+    return ["", f"the run has ended ({state}), {done} of its checkpoints are evaluated in {out}/{again}"]
 
 
 def _check_same_scores(config: Config, of_run: Config) -> None:
@@ -104,10 +105,6 @@ class _Follower:
                 raise UserError(
                     f"'{path.parent}' holds an evaluation of something else ({other}); choose another --out"
                 )
-
-    @property
-    def num_done(self) -> int:
-        return len(list(self._out.glob(f"step_*/{RESULTS}")))
 
     def left(self) -> list[tuple[int, Path]]:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
