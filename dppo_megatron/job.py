@@ -97,11 +97,6 @@ class Job:
         return features_of([one.columns for one in self.train_sets.values()])
 
     @property
-    def eval_prompts(self) -> dict[str, Sequence[Prompt]]:
-        """Prompts of each evaluation set, by its name."""
-        return {name: one.prompts for name, one in self.eval_sets.items()}
-
-    @property
     def data_fingerprint(self) -> dict[str, Any]:
         """What a checkpoint stores about the data."""
         return data_fingerprint(self.train_sets, self.eval_sets, self.stop_token_ids)
@@ -302,8 +297,7 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    notes = _effect_notes(config) + _template_notes(config.data) + _age_note(config)
-    return unread + notes + _replay_note(config, architecture) + _scales_note(config)
+    return unread + _effect_notes(config) + _template_notes(config.data) + _warnings(config, architecture)
 
 
 def _effect_notes(config: Config) -> list[str]:
@@ -349,14 +343,28 @@ def _template_notes(data: DataConfig) -> list[str]:
     ]
 
 
-def _age_note(config: Config) -> list[str]:
-    steps = config.rollout.async_steps
-    if not steps or config.objective.correction.level != "none":
-        return []
-    return [
-        f"warning: rollout.async_steps = {steps} with objective.correction.level = none: completions up to {steps}"
-        f" step{'s' * (steps > 1)} old are trained on as if they were new (docs/engines.md); `sequence` corrects that"
-    ]
+def _warnings(config: Config, architecture: Architecture) -> list[str]:
+    notes, steps, replay = list[str](), config.rollout.async_steps, config.actor.routing_replay
+    if steps and config.objective.correction.level == "none":
+        notes.append(
+            f"warning: rollout.async_steps = {steps} with objective.correction.level = none: completions up to {steps}"
+            f" step{'s' * (steps > 1)} old are trained on as if they were new (docs/engines.md); `sequence` corrects"
+            " that"
+        )
+    if architecture.experts is not None and replay == "off":
+        notes.append(
+            "warning: actor.routing_replay = off: engine and actor may send a token to different experts, which has"
+            " made runs of large mixtures collapse; `engine` replays the engine's choice (docs/actor.md)"
+        )
+    if architecture.experts is not None and replay == "engine" and config.rollout.engine != "hf":
+        engine = config.rollout.engine
+        notes.append(f"not tried here, watch mismatch/kl: experts that {engine} records (docs/actor.md)")
+    if config.actor.fp8 == "delayed":
+        notes.append(
+            "warning: actor.fp8 = delayed: scales start at 1, so a run's first update loses its smallest gradients;"
+            " tensorwise computes them from the tensors themselves (docs/actor.md)"
+        )
+    return notes
 
 
 def check_actor(config: Config, architecture: Architecture, world_size: int, machine: Machine) -> None:
@@ -378,46 +386,17 @@ def check_actor(config: Config, architecture: Architecture, world_size: int, mac
     machine.check_experts(layout.expert_parallel, layout.expert_tensor_parallel or layout.tensor_parallel)
     if has_experts:
         machine.check_mixture()
-    _check_replay(config, architecture)
+    setting = f"actor.routing_replay = {config.actor.routing_replay}"
+    if config.actor.routing_replay != "off" and not has_experts:
+        raise UserError(f"{setting}: {architecture.name} has no experts; leave it off")
+    if config.actor.routing_replay != "off" and config.actor.megatron.get("moe_router_fusion"):
+        raise UserError(
+            f"{setting}: the fused router of actor.megatron.moe_router_fusion cannot replay experts; leave it out"
+        )
     machine.check_optimizer(config.actor.optimizer)
     machine.check_logprob_kernel(config.actor.logprob_kernel)
     if config.actor.recompute == "selective":
         machine.check_recompute(config.actor.recompute_modules)
-
-
-def _check_replay(config: Config, architecture: Architecture) -> None:
-    setting = f"actor.routing_replay = {config.actor.routing_replay}"
-    if config.actor.routing_replay == "off":
-        return
-    if architecture.experts is None:
-        raise UserError(f"{setting}: {architecture.name} has no experts; leave it off")
-    if config.actor.megatron.get("moe_router_fusion"):
-        raise UserError(
-            f"{setting}: the fused router of actor.megatron.moe_router_fusion cannot replay experts; leave it out"
-        )
-
-
-def _replay_note(config: Config, architecture: Architecture) -> list[str]:
-    """A line about a mixture of experts whose routers choose anew, or replay what a server records (untested)."""
-    if architecture.experts is None:
-        return []
-    if config.actor.routing_replay != "off":
-        by_server = config.actor.routing_replay == "engine" and config.rollout.engine != "hf"
-        note = f"not tried here, watch mismatch/kl: experts that {config.rollout.engine} records (docs/actor.md)"
-        return [note] if by_server else []
-    return [
-        "warning: actor.routing_replay = off: engine and actor may send a token to different experts, which has made"
-        " runs of large mixtures collapse; `engine` replays the engine's choice (docs/actor.md)"
-    ]
-
-
-def _scales_note(config: Config) -> list[str]:
-    if config.actor.fp8 != "delayed":
-        return []
-    return [
-        "warning: actor.fp8 = delayed: scales start at 1, so a run's first update loses its smallest gradients;"
-        " tensorwise computes them from the tensors themselves (docs/actor.md)"
-    ]
 
 
 def _start_graders(

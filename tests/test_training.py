@@ -340,7 +340,7 @@ def test_trained_checkpoint_loads_in_transformers(files: Path, finished: Path, t
     assert scores.metrics().items() <= read_metrics(finished)[-1].items()
     from dppo_megatron.rollout.engine import Request, Sampling
 
-    prompts = job.eval_prompts["heldout"][:8]
+    prompts = job.eval_sets["heldout"].prompts[:8]
     ours = engine.generate([Request(p, 0, 0) for p in prompts], Sampling(16, 0.0, 0))
     for prompt, completion in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt.token_ids])

@@ -145,11 +145,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> 
 
 
 def _same_path(key: str, before: Any, after: Any) -> bool:
-    return is_path(key) and bool(before and after) and _absolute(before) == _absolute(after)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+    if not (is_path(key) and before and after):
+        return False
+    return len({os.path.abspath(os.path.expanduser(path)) for path in (before, after)}) == 1
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,8 +32,7 @@ def check_values(config: Config, purpose: Purpose = "train") -> None:
     """Raise `UserError` for the first value that is out of range or contradicts another one."""
     check_ranges(config)
     if purpose in ("train", "plan"):  # others build no optimizer and update nothing
-        _check_optimizer(config.actor.optimizer)
-        _check_lean_optimizer(config)
+        _check_optimizer(config)
         _check_pipeline(config.actor)
     _check_actor(config)
     _check_lora(config.actor.lora)
@@ -96,17 +95,14 @@ def check_run_dir(config: Config) -> None:
         )
 
 
-def _check_optimizer(optimizer: OptimizerConfig) -> None:
+def _check_optimizer(config: Config) -> None:
+    """Refuse here too what Megatron's offloaded or 16-bit optimizer would fail at only while it is built, or later."""
+    optimizer, usual = config.actor.optimizer, OptimizerConfig()
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise UserError(
             f"actor.optimizer.min_learning_rate = {optimizer.min_learning_rate} is above"
             f" learning_rate = {optimizer.learning_rate}"
         )
-
-
-def _check_lean_optimizer(config: Config) -> None:
-    """Refuse here what Megatron's offloaded or 16-bit optimizer would fail at only while it is built, or later."""
-    optimizer, usual = config.actor.optimizer, OptimizerConfig()
     for key in ("cpu_offload", "moments_dtype", "main_params_dtype"):
         if (value := getattr(optimizer, key)) == getattr(usual, key):
             continue
@@ -224,21 +220,16 @@ def _check_files(config: Config, purpose: Purpose) -> None:
     for key, value in required.items():
         if not value:
             raise UserError(f"{key} is not set; give it in the config file or as {key}=...")
-    if trains or purpose == "plan":
-        _check_longest(config)
+    longest = longest_trained(config)
+    if (trains or purpose == "plan") and longest > config.packing.max_tokens_per_microbatch:
+        raise UserError(
+            f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
+            f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"
+            " and must fit"
+        )
     check_model(config.model.hf_path)
     if purpose == "plan":
         return
     if trains and config.objective.kl.reference_path:
         check_model(config.objective.kl.reference_path, "objective.kl.reference_path")
     check_data(config, trains=trains)
-
-
-def _check_longest(config: Config) -> None:
-    longest = longest_trained(config)
-    if longest > config.packing.max_tokens_per_microbatch:
-        raise UserError(
-            f"packing.max_tokens_per_microbatch = {config.packing.max_tokens_per_microbatch}: the longest possible"
-            f" sequence has data.max_prompt_tokens + rollout.sampling.max_completion_tokens = {longest} tokens"
-            " and must fit"
-        )

@@ -14,15 +14,14 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from dppo_megatron.config.other_names import meant
-from dppo_megatron.config.ranges import leaves
+from dppo_megatron.config.ranges import leaves, types_of, without_none
 from dppo_megatron.config.reference import unknown_key
 from dppo_megatron.config.references import for_omegaconf, from_environment, located, references
 from dppo_megatron.config.schema import Config
@@ -114,7 +113,7 @@ class Layer:
     def _value(self, at: Node, node: Node, hint: Any, path: tuple[str, ...]) -> Any:
         """The value of `node` in the form that OmegaConf takes. Raises `UserError` if it has the wrong type."""
         key = ".".join(path).replace(".[", "[")
-        hint = _without_none(hint)
+        hint = without_none(hint)
         self.at[key] = at, node, hint
         value: Any
         if isinstance(node, MappingNode):
@@ -132,7 +131,9 @@ class Layer:
             assert isinstance(node, ScalarNode)
             value = self._scalar(node, hint, key)
         form = dict if is_dataclass(hint) else get_origin(hint) or hint
-        if form in _WANTED and value is not None and type(value) is not form and not _refers(value, form):
+        # to another setting, or (with a NUL) to the environment
+        is_reference = isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
+        if form in _WANTED and value is not None and type(value) is not form and not is_reference:
             raise self.refuse(key)
         return value
 
@@ -250,28 +251,15 @@ def _fill_in(section: Any, prefix: str, layers: Sequence[Layer], keep_references
 
 def inside(hint: Any, name: str) -> Any:
     """The type of `name` in a section or mapping of type `hint`; None if there is no such thing."""
-    hint = _without_none(hint)
+    hint = without_none(hint)
     if is_dataclass(hint):
-        return _hints(cast(type, hint)).get(name)
+        return types_of(cast(type, hint)).get(name)
     return get_args(hint)[1] if get_origin(hint) is dict else Any if hint is Any else None
-
-
-_hints = cache(get_type_hints)
-
-
-def _without_none(hint: Any) -> Any:
-    arms = [arm for arm in get_args(hint) if arm is not NoneType]
-    return arms[0] if get_origin(hint) in (Union, UnionType) else hint
-
-
-def _refers(value: Any, form: type) -> bool:
-    """Whether a text is a reference, to a setting or (with a NUL) to the environment, that may have the type `form`."""
-    return isinstance(value, str) and form not in (dict, list) and ("${" in value or "\0" in value)
 
 
 def _wanted(key: str, hint: Any, node: Node) -> str:
     """What the value of `key` must be, by its type `hint`; `node` is something else."""
-    hint = _without_none(hint)
+    hint = without_none(hint)
     form = get_origin(hint) or hint
     wanted = f"must be one of {', '.join(map(str, get_args(hint)))}" if form is Literal else _WANTED[form]
     if form is Literal and (advice := meant(key, str(node.value), get_args(hint))):
@@ -297,7 +285,8 @@ def read_setting(item: str) -> Layer:
     source = Source(f"override '{item if len(item) <= 200 else item[:200] + '...'}'", has_lines=False)
     names, text = _split(item)
     text_node(item, source)
-    is_text = _is_text(_hint(names, source))
+    hint = without_none(_hint(names, source))
+    is_text = hint is str or get_origin(hint) is Literal
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     literal = is_text and not quoted and text not in ("null", "~")
     node = text_node(text, source) if literal else parse(text, source)
@@ -332,8 +321,3 @@ def _hint(names: list[str], source: Source) -> Any:
             return None
         hint = within
     return hint
-
-
-def _is_text(hint: Any) -> bool:
-    arms = (hint, *get_args(hint)) if type(None) in get_args(hint) else (hint,)
-    return any(arm is str or get_origin(arm) is Literal for arm in arms)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dppo_megatron.config.other_names import meant
@@ -90,8 +90,8 @@ def ranged(default: T, interval: str, *, why: str = "", free_at_resume: bool = F
 def check_ranges(section: Any, prefix: str = "") -> None:
     """Raise `UserError` for the first number in `section` and its subsections that is out of its range, and for the
     first text that is not one of its choices."""
-    for key, value, allowed in numbers(section, prefix):
-        if allowed is not None and value not in allowed:
+    for key, value, allowed in leaves(section, prefix.removesuffix(".")):
+        if allowed is not None and value is not None and value not in allowed:
             raise UserError(f"{key} = {value}: {allowed.wanted(value)}")
     if is_dataclass(section):
         _check_choices(section, prefix)
@@ -108,24 +108,22 @@ def check_choice(key: str, value: str, known: Iterable[str], more: str = "") -> 
 def _check_choices(section: Any, key: str) -> None:
     """Check the choices of a settings class. Those of a file are checked on reading, those of a library's user here."""
     kind: Any = type(section)
-    hints = _hints(kind)
+    hints = types_of(kind)
     for item in fields(section):
-        value, hint, name = getattr(section, item.name), hints[item.name], f"{key}{item.name}"
-        for arm in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
-            if get_origin(arm) is Literal and value is not None:
-                check_choice(name, str(value), get_args(arm))
+        value, hint, name = getattr(section, item.name), without_none(hints[item.name]), f"{key}{item.name}"
+        if get_origin(hint) is Literal and value is not None:
+            check_choice(name, str(value), get_args(hint))
         if is_dataclass(value):
             _check_choices(value, f"{name}.")
 
 
-_hints = cache(get_type_hints)
+types_of = cache(get_type_hints)
 
 
-def numbers(section: Any, prefix: str = "") -> Iterator[tuple[str, int | float, Range | None]]:
-    """Dotted key, value and range of every number that is set in `section`."""
-    for key, value, allowed in leaves(section, prefix.removesuffix(".")):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value, allowed
+def without_none(hint: Any) -> Any:
+    """`int` of `int | None`; any other type as it is."""
+    arms = [arm for arm in get_args(hint) if arm is not NoneType]
+    return arms[0] if get_origin(hint) in (Union, UnionType) else hint
 
 
 def leaves(section: Any, key: str = "", allowed: Range | None = None) -> Iterator[tuple[str, Any, Range | None]]:

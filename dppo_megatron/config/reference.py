@@ -20,13 +20,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args, get_origin
 
 import yaml
 
 from dppo_megatron.config.data import DataConfig, SetConfig
 from dppo_megatron.config.other_names import closest, other_name, other_names
+from dppo_megatron.config.ranges import types_of, without_none
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
 from dppo_megatron.types import UserError
@@ -123,7 +124,7 @@ def page_for(message: str) -> str:
 
 
 def _walk(schema: type, prefix: str, page: str) -> Iterator[Setting]:
-    hints, texts = get_type_hints(schema), meanings(schema)
+    hints, texts = types_of(schema), meanings(schema)
     for item in fields(schema):
         hint, key = hints[item.name], f"{prefix}{item.name}"
         inside = _section(hint)
@@ -179,16 +180,13 @@ _TYPES = {bool: "true or false", int: "whole number", float: "number", str: "tex
 
 
 def _kind(hint: Any) -> str:
-    inside = [arm for arm in get_args(hint) if arm is not NoneType]
-    match get_origin(hint):
-        case None:
-            return _TYPES.get(hint, "section")
-        case form if form in (Union, UnionType):
-            return f"{_kind(inside[0])} or null"
-        case form if form is Literal:
-            return "choice"
-        case form:
-            return f"{'list of' if form is list else 'mapping of names to'} {_kind(inside[-1])}s"
+    form = get_origin(hint)
+    if (plain := without_none(hint)) is not hint:
+        return f"{_kind(plain)} or null"
+    if form is None:
+        return _TYPES.get(hint, "section")
+    inside = get_args(hint)[-1]
+    return "choice" if form is Literal else f"{'list of' if form is list else 'mapping of names to'} {_kind(inside)}s"
 
 
 def _default(item: Field[Any]) -> str:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.data import DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
+from dppo_megatron.config.data import Condition, DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
 from dppo_megatron.config.paths import check_path
 from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
@@ -160,8 +159,7 @@ def train_set_weights(config: Config) -> dict[str, float] | None:
     """Weight of each training set; None if they are shuffled together."""
     if config.data.mixing == "concatenate":
         return None
-    unnamed = {"train": TrainSetConfig()} if config.data.train_path else {}
-    return {name: one.weight for name, one in (unnamed | config.data.train_sets).items()}
+    return {name: one.weight for name, one in train_set_configs(config).items()}
 
 
 def example_set_config(config: Config) -> ResolvedSet:

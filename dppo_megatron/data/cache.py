@@ -1,16 +1,11 @@
 """Caches the prompts of a large training set in one file per machine, which every rank maps instead of reading the set.
 
 As Python objects a prompt takes 4 KiB, in every rank. In this Arrow file it takes only the space of its texts and
-tokens, in pages that all ranks share, and a `Prompt` object is made on access. The file is used only while nothing has
-changed that prompts depend on: the content of the files they were read from, settings, tokenizer, evaluation problems
-(for contamination), libraries, and the code that reads them.
+tokens, in pages that all ranks share, and a `Prompt` object is made on access.
 
 A rank that finds no file reads the set and writes one, under a lock. The other ranks of the machine (of the file
 system, if it is shared and has locks) wait for it, and read the set themselves only if there still is no file. The lock
-of a killed process ends with the process.
-
-A file is trusted only if no other user can have written it and its checksum is right; else it is written again. Rows
-are stored as JSON, so that reading them cannot run code.
+of a killed process ends with the process. Rows are stored as JSON, so that reading them cannot run code.
 """
 
 from __future__ import annotations
@@ -272,7 +267,7 @@ def _versions() -> list[Any]:
     import pyarrow
 
     package = Path(__file__).parents[1]
-    code = [*sorted((package / "data").glob("*.py")), package / "config" / "conditions.py"]
+    code = [*sorted((package / "data").glob("*.py")), package / "config" / "data.py"]
     code_hashes = [sha256(path.read_bytes()).hexdigest() for path in code]
     return [sys.version, pyarrow.__version__, tokenizers.__version__, transformers.__version__, code_hashes]
 

@@ -133,16 +133,14 @@ class Contamination:
         """The rows to train on. `problems`: the words of each row's problem, not consumed if nothing is held out."""
         if not self.held_out:
             return rows
-        is_held_out = self.look(list(problems))
-        self.dropped += self.drops * sum(is_held_out)
-        return [row for row, one in zip(rows, is_held_out, strict=True) if not (one and self.drops)]
-
-    def look(self, problems: Sequence[Words]) -> list[bool]:
-        """Which of these problems are held out."""
-        self._instruction = self._instruction or Instruction.of(problems)
-        matches = [self.held_out.find(words, self._instruction.strip(words)) for words in problems]
+        batch = list(problems)
+        self._instruction = self._instruction or Instruction.of(batch)
+        matches = [self.held_out.find(words, self._instruction.strip(words)) for words in batch]
         self.found.update(*matches)
-        return [bool(one) for one in matches]
+        if not self.drops:
+            return rows
+        self.dropped += sum(map(bool, matches))
+        return [row for row, found in zip(rows, matches, strict=True) if not found]
 
     def counts(self) -> Mapping[str, int]:
         """How many problems of each evaluation set were found."""

@@ -12,7 +12,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.data import fields
 from dppo_megatron.data.contamination import Contamination
 from dppo_megatron.data.sets import ProblemSet, held_out_of, problem_words, read_set, refuse, trained_on
-from dppo_megatron.data.templates import check_template, is_beyond, render, sequence_start, shared_ids, tokenize
+from dppo_megatron.data.templates import check_template, render, sequence_start, shared_ids, tokenize
 from dppo_megatron.progress import progress
 from dppo_megatron.types import TrainSample, UserError
 
@@ -56,12 +56,6 @@ def load_examples(
             origins = [row.origin for row in rows]
             prompt_texts = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
             solutions = [fields.completion_of(row, completion_field, settings) for row in rows]
-            for origin, text in zip(origins * 2, prompt_texts + solutions, strict=True):
-                if is_beyond(text, max_tokens):
-                    raise UserError(
-                        f"{origin}: the example has {len(text):,} characters; at most {max_tokens} tokens"
-                        f" fit{fits_in} (see docs/sft.md)"
-                    )
             prompts = tokenize(prompt_texts, tokenizer, shared, start)
             completions = tokenize(solutions, tokenizer, shared)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dppo_megatron.config.paths import writing
 from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.data.fields import after_hashes, as_is, get_field, last_boxed
 from dppo_megatron.data.rows import read_rows
@@ -141,8 +142,11 @@ def write_known_set(name: str, out: Path, *, origin: str = "", overwrite: bool =
             raise UserError(f"{origin or known.hub} ({split}): no row has the fields of this set; nothing was written")
     for part, path in files.items():
         converted, left_out = parts[part]
-        with progress(f"writing {path}", len(converted), "rows") as advance:
-            _write(path, counted(converted, advance))
+        with progress(f"writing {path}", len(converted), "rows") as advance, writing(f"{path}:"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, durable=True) as file:
+                lines = (json.dumps(row, ensure_ascii=False).encode() for row in counted(converted, advance))
+                file.writelines(line + b"\n" for line in lines)
         yield f"{path}: {len(converted)} problems{left_out}"
 
 
@@ -164,12 +168,3 @@ def _converted(rows: Iterable[dict[str, Any]], known: KnownSet, name: str) -> tu
             converted[key] = row
     note = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
     return list(converted.values()), f" (left out: {note})" if note else ""
-
-
-def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=True) as file:
-            file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None

@@ -33,11 +33,12 @@ _LONGEST_LINE = 64 * 2**20
 """Most bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
 _MOST_UNPACKED = 300
 """Largest ratio of unpacked to compressed size: that of rows is 3 to 75, that of nothing but zeros 230 to 1,030."""
+_SMALL = 2**23
+"""Bytes that a gzip file may unpack to whatever that ratio."""
 _MOST_REPEATED = 2**28
 """Bytes that a table may unpack to whatever that ratio: a system prompt repeated in 10,000 rows is stored once."""
 _MOST_GROWN = 2**30
 """Most memory, in bytes, that reading a few hundred rows may take."""
-_MOST_BLANK = 1_000_000
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Oldest version of `datasets`. Earlier ones run scripts of a repository."""
@@ -97,7 +98,7 @@ def read_file(path: str) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read: {error.strerror or reason(error)}") from None
 
 
-def table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
+def _table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
     """The rows of a pyarrow table. `first`: index of its first row in the file or set."""
     short = {column.name: column.type for column in table.schema if _holds_short_floats(column.type)}
     for number, values in enumerate(table.to_pylist(), start=first):
@@ -146,8 +147,8 @@ def _json(path: str) -> Iterator[Row]:
     """A list of objects, {"data": [...]}, or JSON Lines, which many files named .json hold."""
     with _open(path) as file:
         size = os.stat(path).st_size
-        raw = file.read(max(2**23, _MOST_UNPACKED * size) + 1)
-        _check_unpacked(file, path, size)
+        raw = file.read(max(_SMALL, _MOST_UNPACKED * size) + 1)
+        _check_ratio(len(raw), size, path)
     text = _decode(raw.removeprefix(_BYTE_ORDER_MARK), path, "").strip()
     if text.startswith("{") and _has_objects_as_lines(text):
         yield from _json_lines(path)
@@ -185,18 +186,14 @@ def _csv(path: str, delimiter: str = ",") -> Iterator[Row]:
         if not cells:
             continue
         if header is None:
-            header = _csv_header(cells, origin)
+            header = [cell.strip() for cell in cells]
+            if len(set(header)) < len(header) or not all(header):
+                names = listed(header)
+                raise UserError(f"{origin}: the header must name every column, each differently; it has: {names}")
         elif len(cells) != len(header):
             raise UserError(f"{origin}: {len(cells)} cells, but the header has {len(header)}; quote cells with commas")
         else:
             yield Row(origin, dict(zip(header, cells, strict=True)))
-
-
-def _csv_header(cells: list[str], origin: str) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    if len(set(names)) < len(names) or not all(names):
-        raise UserError(f"{origin}: the header must name every column, each differently; it has: {listed(names)}")
-    return names
 
 
 def _parquet(path: str) -> Iterator[Row]:
@@ -226,14 +223,14 @@ def _rows_of_tables(tables: Iterator[Any], path: str) -> Iterator[Row]:
                 if (table := next(tables, None)) is None:
                     return
                 unpacked += sum(map(_unpacked_bytes, table.itercolumns()))
-                rows = list(table_rows(table, path, number))
+                rows = list(_table_rows(table, path, number))
         except MemoryError:
             raise UserError(
                 f"{path}[{number}]: the {_ROWS_AT_A_TIME} rows from this one on take more than {_MOST_GROWN >> 30} GiB"
                 " of memory; a problem has thousands of bytes: this is another kind of file, or is damaged"
             ) from None
         if size:
-            _check_ratio(unpacked, max(_MOST_REPEATED, _MOST_UNPACKED * size), path)
+            _check_ratio(unpacked, size, path, _MOST_REPEATED)
         yield from rows
         number += len(rows)
 
@@ -274,13 +271,9 @@ def _open(path: str) -> IO[bytes]:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
-def _check_unpacked(file: IO[bytes], path: str, size: int) -> None:
-    """Raise UserError for a gzip file that unpacks to hundreds of times its size."""
-    _check_ratio(file.tell(), max(2**23, _MOST_UNPACKED * size), path)
-
-
-def _check_ratio(unpacked: int, most: int, path: str) -> None:
-    if unpacked > most:
+def _check_ratio(unpacked: int, size: int, path: str, small: int = _SMALL) -> None:
+    """Raise UserError for a file of `size` bytes that unpacks to more than `small` and to hundreds of times as many."""
+    if unpacked > max(small, _MOST_UNPACKED * size):
         raise UserError(
             f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; if that is right, unpack it yourself (write"
             " a table as .jsonl)"
@@ -290,14 +283,11 @@ def _check_ratio(unpacked: int, most: int, path: str) -> None:
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line. A byte-order mark is removed."""
     with _open(path) as file:
-        blank, size = 0, os.stat(path).st_size
+        size = os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
-            blank = 0 if line.strip() else blank + 1
-            if blank > _MOST_BLANK:  # a gigabyte of blank lines takes ten minutes to read
-                raise UserError(f"{path}:{number}: more than {_MOST_BLANK:,} consecutive blank lines")
-            _check_unpacked(file, path, size)
+            _check_ratio(file.tell(), size, path)
             text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
             yield number, text
 

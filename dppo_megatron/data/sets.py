@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dppo_megatron.config.conditions import Condition
+from dppo_megatron.config.data import Condition
 from dppo_megatron.config.resolved_sets import ResolvedSet, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
@@ -27,7 +27,6 @@ from dppo_megatron.data.order import make_order, order_key
 from dppo_megatron.data.rows import Row, read_rows
 from dppo_megatron.data.templates import (
     check_template,
-    is_beyond,
     model_ends,
     render,
     sequence_start,
@@ -46,7 +45,6 @@ _BATCH = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProblemSet:
-    name: str
     key: str
     """The setting of the set (`data.train_path`), for messages."""
     prompts: Sequence[Prompt]
@@ -64,18 +62,12 @@ class ProblemSet:
     dropped: int = 0
     """In a training set: problems left out because they are in an evaluation set."""
 
-    @property
-    def first_prompt(self) -> str:
-        """Text of the first prompt, as the model gets it."""
-        return self.prompts[0].text
-
 
 _FACTS = ("filtered", "fingerprint", "notes", "held_out", "dropped")
 """Fields of a `ProblemSet` that its cache stores with the prompts."""
 
 
 def load_set(
-    name: str,
     settings: ResolvedSet,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -120,14 +112,14 @@ def load_set(
         "rows have several answers, of which answer_from=last reads only the last (all: every one)": reader.shortened,
         f"rows have a level that is not a number{share}; it is left out": reader.unknown_levels,
     }
-    notes = [*reader.repeats.notes(), *unfilled(settings.template), *unstable(settings, tokenizer)]
+    notes = [*reader.repeats(), *unfilled(settings.template), *unstable(settings, tokenizer)]
     if special := reader.special:
         what = f"which the model gets as such: {special[0]}"
         notes.append(f"warning: {len(special)} problems hold special tokens, {what}")
     notes += [f"{count} {what}" for what, count in left_out.items() if count]
     facts = reader.filtered, reader.hashed.hexdigest(), tuple(notes)
     return ProblemSet(
-        name, settings.key, prompts, columns_of(prompts), *facts, words, held_out=looked_for.counts(), dropped=dropped
+        settings.key, prompts, columns_of(prompts), *facts, words, held_out=looked_for.counts(), dropped=dropped
     )
 
 
@@ -138,7 +130,11 @@ class _PromptReader:
         self._settings, self._tokenizer, self._first_index = settings, tokenizer, first_index
         self._shared, self._start = shared_ids(tokenizer), sequence_start(settings.template, tokenizer)
         self.prompts: list[Prompt] = []
-        self.repeats, self.hashed = _Repeats(self.prompts), sha256()
+        self.hashed = sha256()
+        self._places: dict[bytes, int] = {}
+        """Hash of a problem, of 128 bits because a million texts would be a second copy of the set -> its place."""
+        self._repeated: list[tuple[int, int]] = []
+        """Places of each repetition of a problem and of its first occurrence."""
         added = (str(one) for one in tokenizer.added_tokens_decoder.values() if one.special)
         tokens = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
@@ -152,8 +148,7 @@ class _PromptReader:
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
-        short = ["" if is_beyond(text, settings.max_prompt_tokens) else text for text in texts]
-        ids = tokenize(short, self._tokenizer, self._shared, self._start)
+        ids = tokenize(texts, self._tokenizer, self._shared, self._start)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown
@@ -181,15 +176,29 @@ class _PromptReader:
             read.append((row, problem, prompt))
         words = (problem_words(row, settings) for row, _, _ in read)
         for row, problem, prompt in looked_for.kept(read, words):
-            if prompt.index != (index := self._first_index + len(self.prompts)):  # an earlier one was dropped
-                prompt = replace(prompt, index=index)
+            place = len(self.prompts)
+            if prompt.index != self._first_index + place:  # an earlier one was dropped
+                prompt = replace(prompt, index=self._first_index + place)
             encoded = (part.encode("utf-8") for part in (prompt.text, prompt.answer, prompt.source))
             for raw in (*encoded, np.array(prompt.token_ids, dtype="<i8").tobytes()):
                 self.hashed.update(len(raw).to_bytes(8, "little") + raw)  # the length makes it unambiguous
             self.prompts.append(prompt)
-            self.repeats.add(problem)
+            digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
+            if (first := self._places.setdefault(digest, place)) != place:
+                self._repeated.append((place, first))
             if match := self._special.search(_problem_text(problem)):
                 self.special.append(f"{match[0]} in {row.origin}")
+
+    def repeats(self) -> Iterator[str]:
+        """Lines for the log about problems that occur more than once."""
+        repeated = [(self.prompts[place], self.prompts[first]) for place, first in self._repeated]
+        if repeated:
+            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in repeated[:3])
+            yield f"warning: {len(repeated)} problems appear more than once: {examples}"
+        differ = [(one, first) for one, first in repeated if one.answer.strip() != first.answer.strip()]
+        for one, first in differ[:1]:
+            answers = f"{one.origin} has {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
+            yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 class _Where:
@@ -246,7 +255,7 @@ def load_train_sets(
     settings, held_out = train_set_configs(config), held_out_of(evaluated)
     for name, one in settings.items():
         first = sum(len(done.prompts) for done in sets.values())
-        sets[name] = _load_train_set(config, name, one, tokenizer, held_out, first)
+        sets[name] = _load_train_set(config, one, tokenizer, held_out, first)
     refuse(config, contamination_notes(sets, evaluated))
     paths = ", ".join(one.path for one in settings.values())
     selection = selection_settings(config)
@@ -260,16 +269,11 @@ def load_train_sets(
 
 
 def _load_train_set(
-    config: Config,
-    name: str,
-    settings: ResolvedSet,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: HeldOut,
-    first_index: int,
+    config: Config, settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut, first_index: int
 ) -> ProblemSet:
     """The set from its cache; if it is not there, read it and write it to the cache."""
     drops = config.data.contamination == "drop"
-    read = partial(load_set, name, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
+    read = partial(load_set, settings, tokenizer, first_index=first_index, held_out=held_out, drops=drops)
     cache = PromptCache.of(config.data.cache_path, settings, tokenizer, f"{held_out.digest} {drops}")
     if cache is None:
         return read()
@@ -278,7 +282,7 @@ def _load_train_set(
         if (content := cache.read(first_index)) is None:
             return None
         prompts, columns, facts = content
-        return ProblemSet(name, settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
+        return ProblemSet(settings.key, prompts, columns, **facts | {"notes": tuple(facts["notes"])})
 
     if cached := from_cache():
         return cached
@@ -295,7 +299,7 @@ def _load_train_set(
 
 def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, ProblemSet]:
     """All sets to evaluate on, each numbered from 0. Raises UserError as `load_set`."""
-    return {name: load_set(name, settings, tokenizer) for name, settings in eval_set_configs(config).items()}
+    return {name: load_set(settings, tokenizer) for name, settings in eval_set_configs(config).items()}
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
@@ -315,38 +319,6 @@ def stop_token_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     for one in sets:
         tokens += turn_end_tokens(one.template, tokenizer)
     return tuple(dict.fromkeys(tokens))
-
-
-class _Repeats:
-    """Finds problems that occur in a set more than once.
-
-    Texts are compared by a hash of 128 bits, because a million texts would be a second copy of the set.
-    """
-
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self._first: dict[bytes, int] = {}
-        """Hash of a problem -> its index in `prompts`."""
-        self._prompts = prompts
-        self._repeated: list[tuple[int, int]] = []
-        """Indices of each repetition and of its first occurrence."""
-
-    def add(self, problem: str | fields.Messages) -> None:
-        """Add the problem of the last prompt."""
-        index = len(self._prompts) - 1
-        digest = blake2b(_identity(problem).encode(), digest_size=16).digest()
-        if (first := self._first.setdefault(digest, index)) != index:
-            self._repeated.append((index, first))
-
-    def notes(self) -> Iterator[str]:
-        """Lines for the log about problems that occur more than once."""
-        repeated = [(self._prompts[index], self._prompts[first]) for index, first in self._repeated]
-        if repeated:
-            examples = ", ".join(f"{one.origin} is {first.origin}" for one, first in repeated[:3])
-            yield f"warning: {len(repeated)} problems appear more than once: {examples}"
-        differ = [(one, first) for one, first in repeated if one.answer.strip() != first.answer.strip()]
-        for one, first in differ[:1]:
-            answers = f"{one.origin} has {one.answer[:60]!r} and {first.origin} {first.answer[:60]!r}"
-            yield f"warning: {len(differ)} of them with another answer: {answers}"
 
 
 def contamination_notes(train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> list[str]:
@@ -380,19 +352,16 @@ def held_out_of(evaluated: Mapping[str, ProblemSet]) -> HeldOut:
 
 def _is_too_long(prompt: Prompt, settings: ResolvedSet) -> bool:
     """Whether to leave the prompt out; raises UserError if a prompt that is too long must not be left out."""
-    beyond = is_beyond(prompt.text, settings.max_prompt_tokens)
-    if not prompt.token_ids and not beyond:
+    count = len(prompt.token_ids)
+    if not count:
         raise UserError(f"{prompt.origin}: the prompt has no tokens under the model's tokenizer")
-    if len(prompt.token_ids) <= settings.max_prompt_tokens and not beyond:
-        return False
-    if settings.overlong == "filter":
-        return True
-    length = f"{len(prompt.text):,} characters" if beyond else f"{len(prompt.token_ids)} tokens"
-    raise UserError(
-        f"{prompt.origin}: the prompt has {length}, more than {settings.max_prompt_tokens_key} ="
-        f" {settings.max_prompt_tokens}; raise it, or set overlong=filter (for an evaluation set in its own entry under"
-        " data.eval_sets) to leave such problems out"
-    )
+    if count > settings.max_prompt_tokens and settings.overlong != "filter":
+        raise UserError(
+            f"{prompt.origin}: the prompt has {count} tokens, more than {settings.max_prompt_tokens_key} ="
+            f" {settings.max_prompt_tokens}; raise it, or set overlong=filter (for an evaluation set in its own entry"
+            " under data.eval_sets) to leave such problems out"
+        )
+    return count > settings.max_prompt_tokens
 
 
 def _turns(problem: str | fields.Messages) -> fields.Messages:

@@ -2,10 +2,6 @@
 
 Runs on real data most often fail because of their prompts: a template that was not applied, a model that thinks under a
 limit of 1,024 tokens, an instruction that appears twice. A look at one rendered prompt shows it.
-
-A hash of each set shows whether a resumed run trains on the same data. It covers what was read and not the files: a set
-may move, change its format or be compressed and still be the same. It includes the token ids, because another tokenizer
-or template makes other prompts of the same problems.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ def report_lines(
             left_out = f", {one.filtered} left out: longer than its max_prompt_tokens" if one.filtered else ""
             longest = one.columns.prompt_tokens.max()
             lines.append(f"{part} set '{name}': {len(one.prompts)} problems{left_out}; longest prompt {longest} tokens")
-            lines.append(f"  first prompt: {in_short(one.first_prompt)}")
+            lines.append(f"  first prompt: {in_short(one.prompts[0].text)}")
             lines += [f"  {note}" for note in one.notes]
     lines += contamination_notes(train, evaluated)
     if stops:
@@ -52,7 +48,7 @@ def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evalua
     make_directory(folder)
     for part, sets in (("train", train), ("eval", evaluated)):
         for name, one in sets.items():
-            write_text(folder / f"{part}-{safe_name(name)}.txt", one.first_prompt)
+            write_text(folder / f"{part}-{safe_name(name)}.txt", one.prompts[0].text)
 
 
 def safe_name(name: str) -> str:

@@ -9,7 +9,6 @@ import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from time import thread_time
 from typing import NoReturn
 
 from jinja2 import Environment, TemplateSyntaxError
@@ -24,9 +23,6 @@ from dppo_megatron.types import UserError
 _TEMPLATE_BYTES = 2**30
 _TEMPLATE_CPU_S = 5.0
 """Most CPU seconds to render one prompt; the longest templates in use take some milliseconds."""
-_BATCH_CPU_S, _MESSAGE_CPU_S, _CHARACTERS = 3.0, 0.01, 100_000
-"""Most CPU seconds to render a batch of prompts: the first number, and the second for each message and for each 100,000
-characters. Templates in use take 0.1 ms for a message of that length, and 1 ms on a slow machine."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 _DATE = "26 Jul 2024"
@@ -73,8 +69,7 @@ def varies(source: str) -> bool:
 
 def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """A warning about prompts that may differ at the next start."""
-    source = chat_template_of(tokenizer) if settings.template.apply_chat_template else None
-    if not source or not varies(source):
+    if not settings.template.apply_chat_template or not varies(chat_template_of(tokenizer) or ""):
         return []
     return [
         "warning: the tokenizer's chat template writes the date or draws at random, so that prompts may differ at a"
@@ -105,19 +100,24 @@ def render(
 ) -> list[str]:
     """The texts of the prompts, as the model gets them. Raises UserError for messages that cannot be a prompt, or that
     the chat template refuses."""
-    template = settings.template
-    if template.apply_chat_template:
-        chats = [_chat(problem, origin, template) for problem, origin in zip(problems, origins, strict=True)]
-        return _all_applied(chats, origins, settings, tokenizer)
-    texts, is_problem_only = [], template.prompt_template == "{problem}"
+    template, texts = settings.template, list[str]()
+    is_problem_only = template.prompt_template == "{problem}"  # then the row and the prompt share one text
     for problem, origin in zip(problems, origins, strict=True):
-        if not isinstance(problem, str):
+        if template.apply_chat_template:
+            chat = _chat(problem, origin, template)
+            try:
+                texts.append(_filled_in(chat, template, tokenizer, generates=True))
+            except Exception as error:  # a template is a program: it can raise anything, on purpose or not
+                why = f"the tokenizer's chat template fails on this prompt: {reason(error)}"
+                raise UserError(f"{origin}: {why}") from None
+        elif isinstance(problem, str):
+            texts.append(problem if is_problem_only else template.prompt_template.replace("{problem}", problem))
+        else:
             raise UserError(
                 f"{origin}: the problem is a list of messages, which needs the tokenizer's chat template; set"
                 f" {section_of(settings)}.apply_chat_template=true, or {section_of(settings)}.template to one that has"
                 " it (chat_boxed)"
             )
-        texts.append(problem if is_problem_only else template.prompt_template.replace("{problem}", problem))
     return texts
 
 
@@ -212,32 +212,6 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
     return chat
 
 
-def _all_applied(
-    chats: Sequence[Messages], origins: Sequence[str], settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
-    """The chats as texts. Raises UserError for a template that would take hours for a set although no single prompt
-    takes too long. The time is this thread's CPU time, so that a busy machine does not count as a slow template."""
-    texts, began, allowed = list[str](), thread_time(), _BATCH_CPU_S
-    for chat, origin in zip(chats, origins, strict=True):
-        texts.append(_apply(chat, origin, settings.template, tokenizer))
-        allowed += _MESSAGE_CPU_S * (len(chat) + sum(len(turn["content"]) for turn in chat) / _CHARACTERS)
-        if (spent := thread_time() - began) > allowed:
-            raise UserError(
-                f"{settings.key}: the tokenizer's chat template is too slow: {1000 * spent / len(texts):,.0f} ms of CPU"
-                f" a prompt, over {len(texts)} up to {origin}; others take less than 1 ms, and"
-                f" {1000 * _MESSAGE_CPU_S:g} ms a message are allowed; find the loop in it and remove it, or use a"
-                " plain template (template=plain_boxed)"
-            )
-    return texts
-
-
-def _apply(chat: Messages, origin: str, template: Template, tokenizer: PreTrainedTokenizerBase) -> str:
-    try:
-        return _filled_in(chat, template, tokenizer, generates=True)
-    except Exception as error:  # a template is a program: it can raise anything, on purpose or not
-        raise UserError(f"{origin}: the tokenizer's chat template fails on this prompt: {reason(error)}") from None
-
-
 def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, generates: bool) -> str:
     """The chat as text. Raises whatever the template raises, and TimeoutError if it computes too long.
 
@@ -281,13 +255,8 @@ def tokenize(
     """
     batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     begin = list(start)
-    batches = [begin + ids if begin and ids and ids[:1] != begin else ids for ids in batches]
+    batches = [begin + ids if ids and ids[:1] != begin else ids for ids in batches]
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]
-
-
-def is_beyond(text: str, max_tokens: int) -> bool:
-    """Whether a text has more than `max_tokens` tokens by its length alone: tokenizing 60 MB would take minutes."""
-    return len(text) > max(2**20, 128 * max_tokens)  # no token of a vocabulary in use is longer than 128 characters
 
 
 def shared_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

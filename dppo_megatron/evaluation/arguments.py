@@ -1,9 +1,4 @@
-"""Resolves the command line of `eval`: which model, which sets, which settings, and where results are written.
-
-A set is given as the name of a preset (`six`) or of one set in a preset (`aime24`), as name=path, or in a YAML file.
-The file has only `data` and `eval`, which apply to its own sets. Settings under `eval.` or `data.` on the command line
-override those of files.
-"""
+"""Resolves the command line of `eval`: which model, which sets, which settings, and where results are written."""
 
 from __future__ import annotations
 
@@ -70,14 +65,14 @@ def prepare(arguments: EvalArguments) -> tuple[Config, Path, tuple[str, ...]]:
         raise UserError("--step belongs to a run directory, not to a config file")
     target, notes = None, tuple[str, ...]()
     if not is_config:
-        target = _followed(Path(arguments.model)) if arguments.follow else _find_target(arguments.model, arguments.step)
-    run_sets = _run_sets(target) if target is not None else {}
-    sets = _chosen_sets(arguments.sets, arguments.data, run_sets)
+        target = _find_target(arguments.model, arguments.step, follows=arguments.follow)
+    of_run = Config() if target is None else _as_saved(target, ("eval_paths", "eval_sets"))
+    sets = _chosen_sets(arguments.sets, arguments.data, _sets_of(of_run))
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if sets:  # these replace all sets of the run or config; emptied first, so that sets of one name are not merged
         layers = [("--sets", {"data": {"eval_paths": {}, "eval_sets": {}}}), ("--sets", {"data": {"eval_sets": sets}})]
     if target is not None:
-        saved, notes = _without_servers(_settings_of(target), arguments.settings)
+        saved, notes = _used_settings(target.settings, arguments.settings)
         model = {"hf_path": str(target.model)} if target.model is not None else {}
         layers = [(target.where, saved), ("MODEL", {"model": model}), *layers]
     path = arguments.model if is_config else ""
@@ -119,16 +114,6 @@ def _set_overrides(
     return [("the command line", {"data": {"eval_sets": dict.fromkeys(data.eval_sets, one)}}) for one in of_each]
 
 
-def _settings_of(target: _Target) -> dict[str, Any]:
-    """The settings of the run or checkpoint that an evaluation uses."""
-    settings, data = dict(target.settings), dict(target.settings.get("data") or {})
-    for key in ("checkpoint", "run_dir", "sft", "actor"):  # the trainer's, or about files that may not exist here
-        settings.pop(key, None)
-    for key in ("train_path", "train_sets"):
-        data.pop(key, None)
-    return settings | {"data": data}
-
-
 def _as_saved(target: _Target, names: Collection[str]) -> Config:
     """A config with only the run's sets in `names` and its template settings. Raises UserError if they are invalid."""
     saved = target.settings.get("data") or {}
@@ -137,11 +122,10 @@ def _as_saved(target: _Target, names: Collection[str]) -> Config:
     return config_from_values({"data": saved}, target.where)
 
 
-def _run_sets(target: _Target) -> dict[str, dict[str, Any]]:
-    """The evaluation sets of the run, with paths that are valid from here. Raises UserError for an invalid set."""
-    data = _as_saved(target, ("eval_paths", "eval_sets")).data
-    sets = {name: {"path": path} for name, path in data.eval_paths.items()}
-    return sets | {name: config_values(entry) for name, entry in data.eval_sets.items()}
+def _sets_of(config: Config) -> dict[str, dict[str, Any]]:
+    """The evaluation sets by name, in the form of data.eval_sets."""
+    sets: dict[str, dict[str, Any]] = {name: {"path": path} for name, path in config.data.eval_paths.items()}
+    return sets | {name: config_values(entry) for name, entry in config.data.eval_sets.items()}
 
 
 def _chosen_sets(
@@ -183,30 +167,27 @@ def _preset(name: str, own: Collection[str]) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     """The sets of a YAML file, each with the file's common settings."""
+    where, source = f"--sets {path}", Source(f"--sets {path}", has_lines=True)
     try:
-        source = Source(f"--sets {path}", has_lines=True)
         raw = plain(parse(path.read_text(encoding="utf-8"), source), source)
-        data, sampling = dict(raw.pop("data", None) or {}), dict(raw.pop("eval", None) or {})
-        sets = {name: {"path": where} for name, where in (data.pop("eval_paths", None) or {}).items()}
-        sets |= data.pop("eval_sets", None) or {}
-        # beside training sets, `where` is about their rows
-        inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if data.keys() & {"train_path", "train_sets"} else set())
-        common = {key: value for key, value in (data | sampling).items() if key in inherited}
-        merged = {str(name): _merged(common, values) for name, values in sets.items()}
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--sets {path}: cannot be read: {error}") from None
-    except (AttributeError, TypeError, ValueError):
-        raise UserError(f"--sets {path}: expected sets under data.eval_sets, and their settings by name") from None
-    if not merged:
-        raise UserError(f"--sets {path}: has no set under data.eval_sets")
-    if unread := sorted(raw.keys() - _NOT_EVALUATED):
+        raise UserError(f"{where}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: expected sets under data.eval_sets, and their settings by name")
+    if unread := sorted(raw.keys() - _NOT_EVALUATED - {"data", "eval"}):
         raise UserError(
-            f"--sets {path}: only `data` and `eval` of such a file are read, and it has '{unread[0]}': give that on the"
+            f"{where}: only `data` and `eval` of such a file are read, and it has '{unread[0]}': give that on the"
             " command line, or a reward in the set's own entry"
         )
-    # called for the errors that it raises
-    config_from_values({"data": data | {"eval_sets": merged}, "eval": sampling, **raw}, f"--sets {path}")
-    return merged
+    config = config_from_values({key: value for key, value in raw.items() if value is not None}, where)
+    given = {*(raw.get("data") or {}), *(raw.get("eval") or {})}
+    # beside training sets, `where` is about their rows
+    inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if given & {"train_path", "train_sets"} else set())
+    values = config_values(config.data) | config_values(config.eval)
+    common = {key: values[key] for key in given & inherited}
+    if merged := {name: _merged(common, own) for name, own in _sets_of(config).items()}:
+        return merged
+    raise UserError(f"{where}: has no set under data.eval_sets")
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,10 +215,12 @@ def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> d
     return sets
 
 
-def _find_target(text: str, step: int | None) -> _Target:
+def _find_target(text: str, step: int | None, *, follows: bool) -> _Target:
     """The target of a Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, or a converted
     one). Raises UserError if it is none of these, or the run has no checkpoint of `step`."""
     path = Path(text)
+    if follows:
+        return _of_run(path, None, path / FOLLOWED)
     if not path.is_dir():
         raise UserError(
             f"'{text}': no such directory; give a Hugging Face model, a run directory, one of its checkpoints, or a"
@@ -259,7 +242,10 @@ def _find_target(text: str, step: int | None) -> _Target:
     )
 
 
-def _of_run(run: Path, step: int | None) -> _Target:
+def _of_run(run: Path, step: int | None, out: Path | None = None) -> _Target:
+    settings, where = saved_values(run / "config.yaml"), str(run / "config.yaml")
+    if out is not None:
+        return _Target(None, out, settings, where)
     found = named(run / "checkpoints")
     fitting = (path for number, path in reversed(found) if step in (None, number))
     complete = (path for path in fitting if not isinstance(read_manifest(path), str))  # reads no more than needed
@@ -271,11 +257,7 @@ def _of_run(run: Path, step: int | None) -> _Target:
         raise UserError(f"--step {step}: '{run}' has no such checkpoint; there are: {existing}")
     if model is None:
         raise UserError(f"'{run}' holds neither hf/ nor a complete checkpoint yet: there is no model to evaluate")
-    return _Target(model, run / "eval" / model.name, saved_values(run / "config.yaml"), str(run / "config.yaml"))
-
-
-def _followed(run: Path) -> _Target:
-    return _Target(None, run / FOLLOWED, saved_values(run / "config.yaml"), str(run / "config.yaml"))
+    return _Target(model, run / "eval" / model.name, settings, where)
 
 
 def _of_checkpoint(path: Path) -> _Target:
@@ -288,11 +270,17 @@ def _of_checkpoint(path: Path) -> _Target:
     return _Target(path, out, manifest.config, str(path / "manifest.json"))
 
 
-def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings without the run's server addresses, because these servers may serve another run by now, and an
-    evaluation would load other weights into them; and without settings that need those servers, or that need any server
-    if the command line's `overrides` name none. Also returns lines for the log."""
-    rollout = dict(settings.get("rollout") or {})
+def _used_settings(settings: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of a run that an evaluation uses, and lines for the log.
+
+    Without the run's server addresses, because these servers may serve another run by now, and an evaluation would load
+    other weights into them; and without settings that need those servers, or that need any server if the command line's
+    `overrides` name none.
+    """
+    unused = ("checkpoint", "run_dir", "sft", "actor")  # the trainer's, or about files that may not exist here
+    used = {key: value for key, value in settings.items() if key not in unused}
+    data = {key: value for key, value in (used.get("data") or {}).items() if key not in ("train_path", "train_sets")}
+    rollout = dict(used.get("rollout") or {})
     engine, sync = rollout.pop("engine", "hf"), dict(rollout.get("sync") or {})
     servers = {key: value for key, value in (rollout.get("servers") or {}).items() if key not in _SERVER_KEYS}
     for key in ("async_steps", "speculation"):  # scores do not depend on these
@@ -309,7 +297,7 @@ def _without_servers(settings: dict[str, Any], overrides: Sequence[str]) -> tupl
     dropped = "off" if now.engine != "hf" else rollout.pop("quantization", "off")
     if dropped != "off":
         notes.append(f"the hf engine uses unquantized weights (the run: rollout.quantization = {dropped})")
-    return settings | {"rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
+    return used | {"data": data, "rollout": rollout | {"servers": servers, "sync": sync}}, tuple(notes)
 
 
 def _defaults(model: Path, dtype: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from dppo_megatron.data.rows import listed
 from dppo_megatron.evaluation.eval_samples import (
     COMPARISON,
     RESULTS,
-    EvalSample,
+    Problems,
     by_problem,
     check_out,
     deciding,
@@ -127,10 +127,6 @@ def _difference(name: str, pairs: Sequence[tuple[FloatArray, FloatArray]], drawn
     return Difference(name, problems, a, b, b - a, low, high, min(1.0, 2 * (beyond + 1) / (len(drawn) + 1)))
 
 
-_Problems: TypeAlias = Mapping[str, Sequence[EvalSample]]
-"""Problem id -> samples, of one set."""
-
-
 def compare_evaluations(a: Path, b: Path, *, out: Path | None = None) -> list[str]:
     """Compare two evaluations; returns lines to print.
 
@@ -201,7 +197,7 @@ def _different_protocols(ours: Mapping[tuple[str, str], Any], theirs: Mapping[tu
     return [f"warning: not evaluated alike: {line} ({listed(sets)})" for line, sets in different.items()]
 
 
-def _check_same(name: str, ours: _Problems, theirs: _Problems) -> None:
+def _check_same(name: str, ours: Problems, theirs: Problems) -> None:
     wrong = []
     for who, mine, other in (("A", ours, theirs), ("B", theirs, ours)):
         alone = [key for key in mine if key not in other]

@@ -102,9 +102,13 @@ def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
     return [name if name and counts[name] == 1 else other for name, other in zip(ids, unique, strict=True)]
 
 
-def by_problem(samples: Iterable[EvalSample]) -> dict[str, dict[str, list[EvalSample]]]:
-    """Set -> problem -> samples, in the order in which they come."""
-    sets: dict[str, dict[str, list[EvalSample]]] = {}
+Problems: TypeAlias = dict[str, list[EvalSample]]
+"""Problem id -> samples, of one set."""
+
+
+def by_problem(samples: Iterable[EvalSample]) -> dict[str, Problems]:
+    """The problems of each set, in the order in which the samples come."""
+    sets: dict[str, Problems] = {}
     for sample in samples:
         sets.setdefault(sample.set, {}).setdefault(sample.problem, []).append(sample)
     return sets

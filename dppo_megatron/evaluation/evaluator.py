@@ -145,7 +145,7 @@ def eval_sets(job: Job) -> list[EvalSet]:
     for name, settings in eval_set_configs(config).items():
         values = settings.max_completion_tokens, settings.temperature, config.seed, settings.top_p, settings.top_k
         sampling = Sampling(*values, job.stop_token_ids, reads_logprobs=False)
-        prompts = job.eval_prompts[name]
+        prompts = job.eval_sets[name].prompts
         sets.append(EvalSet(name, prompts, problem_ids(prompts), settings.samples, sampling))
     return sets
 

@@ -26,6 +26,7 @@ from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
     UNFINISHED,
     EvalSample,
+    Problems,
     by_problem,
     read_results,
     read_samples,
@@ -36,9 +37,6 @@ from dppo_megatron.evaluation.eval_samples import (
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
-
-_Problems = Mapping[str, Sequence[Sequence[EvalSample]]]
-"""Set -> for each problem, its samples."""
 
 
 def export(form: str, evaluation: str, out: Path | None) -> list[str]:
@@ -53,33 +51,32 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
         raise UserError(f"'{evaluation}': the evaluation has not ended; repeat its command to resume it")
     results, samples = read_results(directory / RESULTS), [_without_surrogates(one) for one in read_samples(directory)]
     samples.sort(key=lambda one: one.problem_index)
-    problems = {name: list(by_id.values()) for name, by_id in by_problem(samples).items()}
     model = Path(results.get("model") or directory).name
     date = datetime.now().isoformat().replace(":", "-")
     with writing(f"'{out}'"):
-        written = FORMS[form](results, problems, scores_of(samples), out, model, date)
+        written = FORMS[form](results, by_problem(samples), scores_of(samples), out, model, date)
     return [str(path) for path in written]
 
 
 def _lm_eval(
-    results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
+    results: Mapping[str, Any], sets: dict[str, Problems], scores: list[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
     folder = out / safe_name(model)
     content = {
         "results": {one.name: {"alias": one.name} | _metrics(one, ",none") for one in scores},
-        "configs": {name: {"task": name, **results.get("sets", {}).get(name, {})} for name in problems},
-        "versions": dict.fromkeys(problems, 1),
-        "n-shot": dict.fromkeys(problems, 0),
-        "n-samples": {name: {"original": len(each), "effective": len(each)} for name, each in problems.items()},
+        "configs": {name: {"task": name, **results.get("sets", {}).get(name, {})} for name in sets},
+        "versions": dict.fromkeys(sets, 1),
+        "n-shot": dict.fromkeys(sets, 0),
+        "n-samples": {name: {"original": len(each), "effective": len(each)} for name, each in sets.items()},
         "config": {"model": results.get("generated_by") or "", "model_args": f"pretrained={model}"},
         "model_name": model,
         "model_name_sanitized": safe_name(model),
     }
     files = [folder / f"results_{date}.json"]
     write_text(files[0], [json.dumps(content, indent=2, default=str)])
-    for name, each in problems.items():
+    for name, each in sets.items():
         files.append(folder / f"samples_{safe_name(name)}_{date}.jsonl")
-        write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in each))
+        write_text(files[-1], (json.dumps(_lm_eval_row(one), default=str) + "\n" for one in each.values()))
     return files
 
 
@@ -103,14 +100,14 @@ def _lm_eval_row(samples: Sequence[EvalSample]) -> dict[str, Any]:
 
 
 def _lighteval(
-    results: Mapping[str, Any], problems: _Problems, scores: Sequence[EvalScores], out: Path, model: str, date: str
+    results: Mapping[str, Any], sets: dict[str, Problems], scores: list[EvalScores], out: Path, model: str, date: str
 ) -> list[Path]:
-    task = {name: f"custom|{safe_name(name)}|0" for name in problems}
+    task = {name: f"custom|{safe_name(name)}|0" for name in sets}
     content = {
         "config_general": {"model_name": model, "model_config": {"model_name": model}},
         "results": {task[one.name]: _metrics(one) for one in scores},
         "versions": dict.fromkeys(task.values(), 0),
-        "config_tasks": {task[name]: results.get("sets", {}).get(name, {}) for name in problems},
+        "config_tasks": {task[name]: results.get("sets", {}).get(name, {}) for name in sets},
         "summary_tasks": {},
         "summary_general": {},
     }
@@ -118,9 +115,9 @@ def _lighteval(
     write_text(files[0], [json.dumps(content, indent=2, default=str)])
     folder = out / "details" / model / date
     make_directory(folder)
-    for name, each in problems.items():
+    for name, each in sets.items():
         files.append(folder / f"details_{task[name]}_{date}.parquet")
-        pq.write_table(pa.Table.from_pylist([_lighteval_row(samples) for samples in each]), files[-1])
+        pq.write_table(pa.Table.from_pylist([_lighteval_row(samples) for samples in each.values()]), files[-1])
     return files
 
 

@@ -3,9 +3,8 @@
     trainer        step 20  save  step 21 ...  step 40  save          its files are only read; nothing is locked
     --follow            finds it  load, sample, grade      finds it   RUN/eval/follow/step_000020/results.json
 
-One engine and its graders serve all checkpoints. Each evaluation is like `eval RUN --step N`, and resumes after a kill
-like that. If the trainer removes a checkpoint before its weights are read, this is reported and the checkpoint skipped:
-`checkpoint.keep` decides how many stay, and keeping more here could fill the run's disk.
+One engine and its graders serve all checkpoints. A checkpoint that the trainer removes before its weights are read is
+skipped: keeping more than `checkpoint.keep` here could fill the run's disk.
 """
 
 from __future__ import annotations
@@ -68,30 +67,29 @@ def follow(arguments: EvalArguments, run: str, status: Callable[[], str]) -> lis
     if undone:
         show(f"{', '.join(undone)}: cannot be read, or not of this run, so no evaluation")
     again = "" if state == "finished" else "; the same command goes on when the run does"
-    return ["", f"the run has ended ({state}), {follower.num_done} of its checkpoints are evaluated in {out}/{again}"]
+    done = len(list(out.glob(f"step_*/{RESULTS}")))
+    return ["", f"the run has ended ({state}), {done} of its checkpoints are evaluated in {out}/{again}"]
 
 
 def _check_same_scores(config: Config, of_run: Config) -> None:
     """Raise UserError if the run evaluates a set of the same name with other settings, since its report draws both as
     one curve. The number of samples may differ: it does not change the expected score."""
-    own = eval_set_configs(of_run)
+    of_sets, changed = eval_set_configs(of_run), list[str]()
     for name, now in eval_set_configs(config).items():
-        if name in own:
-            changed = [
-                f"{item.name} = {in_short(getattr(now, item.name), 60)}"
-                f" (the run: {in_short(getattr(own[name], item.name), 60)})"
-                for item in fields(now)
-                if item.name not in ("key", "max_prompt_tokens_key", "samples")
-                and getattr(now, item.name) != getattr(own[name], item.name)
-            ]
-            graders = (now.reward.over(config.reward), own[name].reward.over(of_run.reward))
-            if len({repr((one.function, one.functions)) for one in graders}) > 1:
-                changed.append("another reward")
-            if changed:
-                raise UserError(
-                    f"the run evaluates the set '{name}' with other settings: {', '.join(changed)}. Its report would"
-                    " draw both as one curve: give --out DIR, or leave the setting out"
-                )
+        if (own := of_sets.get(name)) is None:
+            continue
+        for key in [item.name for item in fields(now) if item.name not in ("key", "max_prompt_tokens_key", "samples")]:
+            value, before = getattr(now, key), getattr(own, key)
+            if value != before:
+                changed.append(f"{key} = {in_short(value, 60)} (the run: {in_short(before, 60)})")
+        graders = (now.reward.over(config.reward), own.reward.over(of_run.reward))
+        if len({repr((one.function, one.functions)) for one in graders}) > 1:
+            changed.append("another reward")
+        if changed:
+            raise UserError(
+                f"the run evaluates the set '{name}' with other settings: {', '.join(changed)}. Its report would"
+                " draw both as one curve: give --out DIR, or leave the setting out"
+            )
 
 
 class _Follower:
@@ -107,10 +105,6 @@ class _Follower:
                 raise UserError(
                     f"'{path.parent}' holds an evaluation of something else ({other}); choose another --out"
                 )
-
-    @property
-    def num_done(self) -> int:
-        return len(list(self._out.glob(f"step_*/{RESULTS}")))
 
     def left(self) -> list[tuple[int, Path]]:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import chain, pairwise
@@ -52,8 +52,6 @@ from dppo_megatron.types import Prompt, UserError
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--mem-fraction-static"}
 _MOST_LEVELS = 20
 """A column with more distinct values is a measurement, not a level."""
-Levels = Mapping[str, Mapping[str, Estimate]]
-"""Set -> level -> pass@1, levels in ascending order."""
 
 
 def evaluate_model(arguments: EvalArguments) -> list[str]:
@@ -100,12 +98,15 @@ class EngineAndGraders:
 
     def engine(self, job: Job) -> Engine:
         """The engine with the weights of `job.checkpoint`; the first call starts it."""
-        if self._engine is None:
-            # servers start from the settings' model, as a checkpoint of the run is not a Hugging Face directory
-            self._engine = _engine(replace(self.job, checkpoint=job.checkpoint))
-            show(self._engine.description)
+        config, is_first = self.job.config, self._engine is None
+        if self._engine is None and config.rollout.engine == "hf":
+            self._engine = engine_from_files(config, self.job.tokenizer, job.checkpoint)
         else:
+            if self._engine is None:  # from the settings' model, as a run's checkpoint is no Hugging Face directory
+                self._engine = ServerEngine(config, self.job.architecture, self.job.tokenizer, has_actor=False)
             self._engine.load_checkpoint(job.checkpoint)
+        if is_first:
+            show(self._engine.description)
         return self._engine
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
             name: sha256(repr([as_read(one, sets[name]) for one in prompts]).encode()).hexdigest()
-            for name, prompts in job.eval_prompts.items()
+            for name, prompts in ((name, one.prompts) for name, one in job.eval_sets.items())
         },
     }
 
@@ -255,11 +256,11 @@ def table(scores: Sequence[EvalScores]) -> list[str]:
 
 def mean_over_sets(scores: Sequence[EvalScores]) -> Estimate:
     """The unweighted mean that papers report. Sets are independent, so the squares of their standard errors add."""
-    values, errors = [one.avg.value for one in scores], [one.avg.se for one in scores]
-    known, certain = [v for v in values if v is not None], [e for e in errors if e is not None]
-    average = sum(known) / len(known) if known and len(known) == len(scores) else None
-    is_certain = average is not None and len(certain) == len(scores)
-    se = sum(e * e for e in certain) ** 0.5 / len(scores) if is_certain else None
+    values = [one.avg.value for one in scores if one.avg.value is not None]
+    errors = [one.avg.se for one in scores if one.avg.se is not None]
+    average = sum(values) / len(values) if values and len(values) == len(scores) else None
+    is_certain = average is not None and len(errors) == len(scores)
+    se = sum(e * e for e in errors) ** 0.5 / len(scores) if is_certain else None
     return Estimate(average, se, sum(one.problems for one in scores))
 
 
@@ -316,8 +317,8 @@ def _grader_sources(config: Config) -> dict[str, str]:
     return digests
 
 
-def by_level(samples: Sequence[EvalSample]) -> Levels:
-    """pass@1 of each level, for sets whose rows have between two and 20 distinct levels; other sets are left out.
+def by_level(samples: Sequence[EvalSample]) -> dict[str, dict[str, Estimate]]:
+    """Set -> level -> pass@1, levels in ascending order; only of sets whose rows have between two and 20 levels.
 
     Example:
         {"math500": {"1": Estimate(0.9, 0.04, 43), "2": Estimate(0.7, 0.05, 90)}}
@@ -333,24 +334,12 @@ def by_level(samples: Sequence[EvalSample]) -> Levels:
     }
 
 
-def level_lines(levels: Levels) -> list[str]:
+def level_lines(levels: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
     """One line per set: `math500 by level: 1 90.0 % ± 4.0 (43), 2 70.0 % ± 5.0 (90)`."""
     return [
         f"{name} by level: " + ", ".join(f"{level} {percent(one)} ({one.problems})" for level, one in each.items())
         for name, each in levels.items()
     ]
-
-
-def _engine(job: Job) -> Engine:
-    if job.config.rollout.engine == "hf":
-        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
-    engine = ServerEngine(job.config, job.architecture, job.tokenizer, has_actor=False)
-    try:
-        engine.load_checkpoint(job.checkpoint)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
 
 
 def _interval(one: Estimate) -> str:

@@ -63,7 +63,7 @@ def _seen(found: Sets, config: Config) -> dict[str, Any]:
         "columns": repr(columns),
         "fingerprint": data_fingerprint(found, {}),
         "lines": [line for line in report_lines(found, evaluated, (), TOKENIZER) if "its prompts " not in line],
-        "counts": [(one.filtered, one.dropped, dict(one.held_out), one.first_prompt) for one in found.values()],
+        "counts": [(one.filtered, one.dropped, dict(one.held_out), one.prompts[0].text) for one in found.values()],
     }
 
 

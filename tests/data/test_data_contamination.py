@@ -38,7 +38,8 @@ def _found(held_out: list[str], trained: list[str]) -> int:
     index.add("s", [words_of(text) for text in held_out])
     look = Contamination(index)
     for first in range(0, len(trained), 1000):
-        look.look([words_of(text) for text in trained[first : first + 1000]])
+        part = trained[first : first + 1000]
+        look.kept(part, map(words_of, part))
     return look.counts().get("s", 0)
 
 

@@ -47,7 +47,7 @@ def resolved(path: Path | str, **own: Any) -> ResolvedSet:
 
 
 def load(path: Path | str, **own: Any) -> ProblemSet:
-    return load_set("s", resolved(path, **own), TOKENIZER)
+    return load_set(resolved(path, **own), TOKENIZER)
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:

@@ -41,7 +41,7 @@ def test_each_set(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str])
         assert "1 without a problem or an answer" in said
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path=str(out / f"{first}.jsonl"))}
-    prompts = load_set("s", train_set_configs(config)["s"], chat_tokenizer()).prompts
+    prompts = load_set(train_set_configs(config)["s"], chat_tokenizer()).prompts
     assert [(p.text, p.answer) for p in prompts] == [(row["problem"], row["answer"]) for row in expected]
     if name in ("math", "math500"):
         assert prompts[0].level == float(str(expected[0]["level"]).removeprefix("Level "))

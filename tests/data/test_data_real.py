@@ -28,10 +28,10 @@ def test_the_six_sets_load_and_contamination_is_said(tmp_path: Path) -> None:
     config.data.template, config.data.max_prompt_tokens = "qwen3_nothink", 20_000
     config.data.train_sets = {"math_test": TrainSetConfig(path=str(DATA / "math_test.jsonl"))}
     config.data.eval_sets = {name: EvalSetConfig(path=str(DATA / f"{name}.jsonl")) for name in SETS}
-    evaluated = {name: load_set(name, one, tokenizer) for name, one in eval_set_configs(config).items()}
+    evaluated = {name: load_set(one, tokenizer) for name, one in eval_set_configs(config).items()}
     assert {name: len(one.prompts) for name, one in evaluated.items()} == SETS
     first = json.loads((DATA / "math500.jsonl").read_text(encoding="utf-8").splitlines()[0])
-    assert first["problem"] in evaluated["math500"].first_prompt
+    assert first["problem"] in evaluated["math500"].prompts[0].text
     assert evaluated["math500"].prompts[0].level == float(first["level"].removeprefix("Level "))
     config.data.cache_path = str(tmp_path)
     trained, again = (load_train_sets(config, tokenizer, evaluated) for _ in range(2))

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_data_formats import load
 
-from dppo_megatron.config.conditions import Condition
-from dppo_megatron.config.data import EvalSetConfig
+from dppo_megatron.config.data import Condition, EvalSetConfig
 from dppo_megatron.config.resolved_sets import check_data, eval_set_configs, train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.types import UserError

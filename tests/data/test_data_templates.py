@@ -32,7 +32,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 def first_prompt(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: Any) -> str:
     """The text of a set's only prompt."""
-    return load(tmp_path, problem, tokenizer, **own).first_prompt
+    return load(tmp_path, problem, tokenizer, **own).prompts[0].text
 
 
 def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: Any) -> ProblemSet:
@@ -41,7 +41,7 @@ def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: An
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
     check_data(config)
-    return load_set("s", train_set_configs(config)["s"], tokenizer or chat_tokenizer())
+    return load_set(train_set_configs(config)["s"], tokenizer or chat_tokenizer())
 
 
 class Today:
@@ -392,7 +392,7 @@ def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     dated = chat_tokenizer(switch + "{{ 'Today: ' + date_string + '\\n' }}" + TEMPLATE)
     for told, day in (({}, "26 Jul 2024"), ({"date_string": "3 Mar 2025"}, "3 Mar 2025")):
         found = load(tmp_path, tokenizer=dated, template="chat_boxed", chat_template_kwargs=told)
-        assert found.first_prompt.startswith(f"Today: {day}\n<|im_start|>user") and found.notes == ()
+        assert found.prompts[0].text.startswith(f"Today: {day}\n<|im_start|>user") and found.notes == ()
     always = chat_tokenizer("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     first, second = (load(tmp_path, tokenizer=always, template="chat_boxed") for _ in range(2))
     assert first.fingerprint != second.fingerprint
@@ -403,4 +403,4 @@ def test_todays_date_in_every_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert varies("{% set date_string = strftime_now('%d') %}{{ date_string }}")
     own = "{% if not date_string is defined %}{% set date_string = '26 July 2024' %}{% endif %}{{ date_string }}"
     found = load(tmp_path, tokenizer=chat_tokenizer(own + TEMPLATE), template="chat_boxed")
-    assert found.first_prompt.startswith("26 July 2024<|im_start|>user")
+    assert found.prompts[0].text.startswith("26 July 2024<|im_start|>user")

@@ -34,7 +34,7 @@ def _prompts(path: Path, problems: list[Any], **own: Any) -> list[Prompt]:
     (path / "a.jsonl").write_text("".join(lines))
     config = Config()
     config.data.train_sets = {"s": TrainSetConfig(path=str(path / "a.jsonl"), max_prompt_tokens=10_000, **own)}
-    return load_set("s", train_set_configs(config)["s"], chat_tokenizer()).prompts
+    return load_set(train_set_configs(config)["s"], chat_tokenizer()).prompts
 
 
 def _titles(path: Path, prompts: list[Prompt]) -> tuple[list[str], str]:

@@ -281,7 +281,7 @@ def test_damaged_files_are_read_right_or_named(tmp_path: Path, cases: Choose) ->
         config.data.train_sets = {"s": TrainSetConfig(path=str(path), **case.settings)}
         tokenizer = chat if case.chat else plain
         try:
-            prompts = load_set("s", train_set_configs(config)["s"], tokenizer).prompts
+            prompts = load_set(train_set_configs(config)["s"], tokenizer).prompts
         except UserError as error:
             assert str(path) in str(error) or "train_sets.s" in str(error), f"{where}: {error}"
             assert str(error).isprintable() and len(str(error)) < 1500, f"{where}: {error!a}"

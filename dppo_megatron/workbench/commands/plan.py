@@ -261,7 +261,7 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
     uncached = replace(config, data=replace(config.data, cache_path=""))  # a dry run writes no cache of prompts
     job = prepare_job(uncached, site.gpus, machine=machine)
     try:
-        first = next(iter(job.train_sets.values())).first_prompt
+        first = next(iter(job.train_sets.values())).prompts[0].text
         lines = [*notes, *job.check_first_layers(), *job.notes, *job.check_references(), *job.data_report]
     finally:
         job.grade.close()
