@@ -1,11 +1,4 @@
-"""The command line: finds the command, and reports a mistake in one line, with an exit code and a page of docs/.
-
-The page is that of the setting that the message names; else that of the package that raised the error; else, where
-that package serves all commands (the readers of settings and paths), that of the command.
-
-Help and mistakes must not wait for torch and Megatron, so a command is imported only when it is called, and imports
-what it needs only when it runs.
-"""
+"""The command line: finds the command, and reports a mistake in one line, with an exit code and a page of docs/."""
 
 from __future__ import annotations
 
@@ -123,7 +116,8 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
 
 
 def explained(error: UserError, command: str) -> str:
-    """The message, followed by the page that explains it, unless it names one itself."""
+    """The message, followed by the page that explains it, unless it names one itself: that of the setting in it, else
+    of the package that raised it, else, where that package serves all commands, of the command."""
     from dppo_megatron.config.paths import with_paths
     from dppo_megatron.config.reference import page_for
 

@@ -11,8 +11,7 @@ Several checkpoints follow by recursion. Without any stop (c = 1) the guesses ar
 is a logistic regression on the prompt's posterior and t over its remembered length, fitted to earlier steps only. A
 probe on the model's states would see more: one of a given quality is simulated as the outcome plus noise.
 
-The trainer's own `pruning.early_stop` draws a limit before the first token, without guesses, and weights a completion
-that ends within it by the inverse of the probability that it would; its two settings are chosen in the same way.
+The two settings of the trainer's own `pruning.early_stop` (docs/pruning.md) are chosen in the same way.
 
 The gradients of a completion's tokens are taken as orthogonal and of equal length, together its `logit_grad_norm`, so
 the variance is a sum over tokens of squared advantages. Completions are pruned under every estimator. Seconds are the
@@ -437,12 +436,9 @@ def _judged(one: _Estimator, base: FloatArray, ours: FloatArray, costs: StepTime
     shares = (ours.mean(axis=(0, 1)) / base.mean(axis=(0, 1)).clip(1e-12))[:_STOPPED].tolist()
     both = np.stack([_gains(base, ours, costs), errors], axis=1).ravel().tolist()
     figures: list[float] = [*shares, float(ours[..., _STOPPED].mean()), *both]
-    return Gain(one.name, *figures, settings=() if one.early is None else _settings(one.early))
-
-
-def _settings(early: EarlyStopConfig) -> tuple[str, ...]:
-    """As on the command line."""
-    return tuple(f"pruning.early_stop.{name}={value:g}" for name, value in asdict(early).items())
+    early = {} if one.early is None else asdict(one.early)
+    settings = tuple(f"pruning.early_stop.{name}={value:g}" for name, value in early.items())
+    return Gain(one.name, *figures, settings=settings)
 
 
 def roulette_table(gains: Sequence[Gain], costs: StepTimeModel, knee: float) -> str:

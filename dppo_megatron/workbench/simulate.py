@@ -37,18 +37,8 @@ from dppo_megatron.workbench.runs.trace import Trace, TracedStep
 _MOSTLY_ROLLOUT = 0.9
 """Share of rollout in a step above which completion pruning is reported as no help: it gains less than a ninth."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
-_HEAD: tuple[str, ...] = (
-    "method",
-    "label",
-    "prompts",
-    "generated",
-    "trained",
-    "gen. tok",
-    "train. tok",
-    "s/step",
-    "speed-up",
-)
-_HEAD += ("like for like", "one pair", "scale", "variance", "skipping", "imputed")
+_HEAD = ["method", "label", "prompts", "generated", "trained", "gen. tok", "train. tok", "s/step", "speed-up"]
+_HEAD += ["like for like", "one pair", "scale", "variance", "skipping", "imputed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +331,7 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
 def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
     `noise`: see `like_for_like`; None: not known."""
-    rows = [list(_HEAD)]
+    rows = [_HEAD]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
@@ -372,14 +362,12 @@ class _NearestRollouts:
     """The outcome of a prompt's rollout at the nearest recorded step."""
 
     def __init__(self, trace: Trace) -> None:
+        self._trace = trace
         self._visits: dict[int, list[tuple[int, int, int]]] = {}
-        self._steps = trace.steps
         for position, traced in enumerate(trace.steps):
             for row, prompt in enumerate(traced.prompt_index.tolist()):
                 self._visits.setdefault(prompt, []).append((traced.step, position, row))
         self._anything = [visit for visits in self._visits.values() for visit in visits]
-        self._seed = trace.config.seed
-        self._features = trace.features
         self.requested = self.imputed = 0
 
     def of(self, prompts: IntArray, step: int) -> Rollouts:
@@ -387,19 +375,18 @@ class _NearestRollouts:
         places = [self._nearest(prompt, step) for prompt in prompts.tolist()]
         self.requested += len(places)
         self.imputed += sum(at != step for at, _, _ in places)
-        rows = [(self._steps[position].rollouts, row) for _, position, row in places]
-        empty = self._steps[0].rollouts
+        rows = [(self._trace.steps[position].rollouts, row) for _, position, row in places]
+        empty, features = self._trace.steps[0].rollouts, self._trace.features
         columns = {
             name: np.stack([getattr(step, name)[row] for step, row in rows]) if rows else getattr(empty, name)[:0]
             for name in _COLUMNS
         }
-        tokens = None if self._features is None else self._features.prompt_tokens[prompts]
-        return Rollouts(**columns, prompt_tokens=tokens)
+        return Rollouts(**columns, prompt_tokens=None if features is None else features.prompt_tokens[prompts])
 
     def _nearest(self, prompt: int, step: int) -> tuple[int, int, int]:
         visits = self._visits.get(prompt)
         if visits is None:
-            any_visit = int(generator(self._seed, "simulate", prompt).integers(len(self._anything)))
+            any_visit = int(generator(self._trace.config.seed, "simulate", prompt).integers(len(self._anything)))
             return (-1, *self._anything[any_visit][1:])
         after = bisect_left(visits, step, key=itemgetter(0))
         if not after:

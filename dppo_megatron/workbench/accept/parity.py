@@ -107,10 +107,8 @@ def _compare(sheet: Sheet, case: str, model: str, sizes: LayoutConfig, dtype: to
 
 
 def measure(model: str, sizes: LayoutConfig, dtype: torch.dtype, spec: LayerSpec) -> Arrays:
-    """Log-probabilities before and after three updates. Collective; empty except on rank 0.
-
-    The process group stays; Megatron's groups end here, so that a process can measure several times.
-    """
+    """Log-probabilities before and after three updates. Collective; empty except on rank 0. The process group stays;
+    Megatron's groups end here, so that a process can measure several times."""
     from megatron.core import parallel_state  # only after platform.prepare(), which other imports of ours have called
 
     config = ActorConfig(layout=sizes, layer_spec=spec, lora=_LORA.get(model, LoraConfig()))

@@ -16,6 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
 from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import plain
@@ -99,15 +101,14 @@ class Record:
 def read_record(directory: Path, options: dict[str, str]) -> Record:
     """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is for another model."""
     try:
-        values = json.loads((directory / FILE).read_text(encoding="utf-8"))
-        record = Record(options, values["facts"], {name: Ran(**ran) for name, ran in values["steps"].items()})
-        model = values["options"]["model"]
+        record = msgspec.json.decode((directory / FILE).read_bytes(), type=Record)
     except FileNotFoundError:
         return Record(options)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--out {directory}: {FILE} cannot be read ({error}); name another directory") from None
-    if model != options["model"]:
+    if (model := record.options.get("model")) != options["model"]:
         raise UserError(f"--out {directory}: holds figures of --model {model or '(none)'}; name another directory")
+    record.options = options
     return record
 
 
@@ -148,18 +149,16 @@ def write_page(path: Path, record: Record) -> None:
         seconds = record.steps[step.name].seconds if step.name in record.steps else 0.0
         took = f"{step.name}, {seconds:.0f} s" if seconds else step.name
         figures.append(f'<tr><th colspan="7">{_text(step.what)} ({took})</th></tr>')
-        figures += [_line("td", _cells(row)) for row in rows if row.step == step.name]
+        for row in [one for one in rows if one.step == step.name]:
+            measured = [row.what, row.number(row.value), row.number(row.prediction), row.bar]
+            verdict = _chip(row.verdict, row.verdict)
+            figures.append(_line("td", [*map(_text, measured), verdict, _text(row.note), _text(row.source)]))
     machine = [_line("td", map(_text, row)) for row in record.facts.get("report", [])]
     for title, kind, lines in (("Figures", "figures", figures), ("Machine", "", machine)):
         table = f'<table class="{kind}">{"".join(lines)}</table>'
         parts.append(f'<section><h2>{title}</h2><div class="card scroll">{table}</div></section>')
     template = files("dppo_megatron.workbench.accept") / "assets" / "accept.html"
     write_html(path, template, "dppo-megatron accept", parts, [])
-
-
-def _cells(row: FigureRow) -> list[str]:
-    before = [row.what, row.number(row.value), row.number(row.prediction), row.bar]
-    return [*map(_text, before), _chip(row.verdict, row.verdict), _text(row.note), _text(row.source)]
 
 
 def _chip(verdict: Verdict, text: str) -> str:

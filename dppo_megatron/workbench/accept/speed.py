@@ -70,10 +70,7 @@ def card_bytes(sheet: Sheet) -> float:
 
 
 def _planned(
-    sheet: Sheet,
-    model: str,
-    fp8: Literal["off", "tensorwise"] = "off",
-    spec: Literal["auto"] | LayerSpec = "auto",
+    sheet: Sheet, model: str, fp8: Literal["off", "tensorwise"] = "off", spec: Literal["auto"] | LayerSpec = "auto"
 ) -> MemoryPlan:
     """With the layers that the actor uses here; without CUDA, those that it uses on an H200."""
     config, architecture = Config(), architecture_of(shape_named(model))

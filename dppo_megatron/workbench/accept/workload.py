@@ -36,14 +36,8 @@ def shape_named(name: str) -> Shape:
 def _tiny(hidden: int, ffn: int, layers: int, vocabulary: int, **other: Any) -> Shape:
     """A shape with 4 heads and 2 key-value heads."""
     sizes: Shape = {"vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": layers}
-    sizes |= {
-        "intermediate_size": ffn,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": hidden // 4,
-        "rope_theta": 1e4,
-    }
-    return sizes | other
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+    return sizes | heads | {"intermediate_size": ffn, "rope_theta": 1e4} | other
 
 
 SHAPES: dict[str, Shape] = {}

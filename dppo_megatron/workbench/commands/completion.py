@@ -37,20 +37,14 @@ def complete(parser: argparse.ArgumentParser) -> None:
     """Print the completions that the shell asks for, and exit."""
     import argcomplete
 
-    for action in _actions(parser):
+    [commands] = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    actions: list[Any] = [action for command in commands.choices.values() for action in command._actions]
+    for action in actions:
         if action.dest == "overrides":
             action.completer = lambda prefix, **_: list(settings(prefix))
         elif action.dest == "key":
             action.completer = lambda prefix, **_: [one.key for one in all_settings() if one.key.startswith(prefix)]
     argcomplete.autocomplete(parser, always_complete_options=False)
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
-    for action in parser._actions:
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for inside in action.choices.values():
-                yield from _actions(inside)
 
 
 def settings(prefix: str) -> Iterator[str]:

@@ -18,9 +18,8 @@ from dppo_megatron.types import UserError
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "dir", metavar="DIR", type=Path, help="where to write; a configs/ or examples/ there is left as it is"
-    )
+    where = "where to write; a configs/ or examples/ there is left as it is"
+    command.add_argument("dir", metavar="DIR", type=Path, help=where)
 
 
 def execute(arguments: argparse.Namespace) -> int:

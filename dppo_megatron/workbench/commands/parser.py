@@ -81,9 +81,8 @@ def write_json(path: str, values: Any) -> None:
 
 def check_actor_settings(config: Config, world_size: int, machine: Machine, *, runs_here: bool) -> list[str]:
     """Check `actor.megatron`, `actor.ddp` and selective recomputation against the installed Megatron, before servers
-    start or ranks rendezvous; returns a line that names settings which no test trains with, if there are any.
-
-    It imports Megatron, which takes seconds, so only a job that sets one of them waits for it.
+    start or ranks rendezvous; returns a line that names settings which no test trains with, if there are any. Only a
+    job that sets one of them waits for the import of Megatron.
 
     Args:
         machine: what the job will run on; with `runs_here` it is this machine, and Megatron's own checks count too.

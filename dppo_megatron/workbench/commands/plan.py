@@ -1,8 +1,4 @@
-"""`dppo-megatron plan CONFIG`, and `--dry-run` of plan and train.
-
-Both start nothing, and write nothing but the file of --json. A plan reads the config and config.json; a dry run also
-does all that a run does before its process group: data, tokenizer, checkpoint headers, graders, losses.
-"""
+"""`dppo-megatron plan CONFIG`, and `--dry-run` of plan and train; both write nothing but the file of --json."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ from dppo_megatron.workbench.planning.site import CHIPS, GIB, Site
 if TYPE_CHECKING:
     from dppo_megatron.platform.capabilities import Machine
     from dppo_megatron.weights.architecture import Architecture
-    from dppo_megatron.workbench.planning.plan import Plan
 
 DESCRIPTION = """\
 Predict what a job needs before anything is started: memory of a GPU and of its host in every phase, seconds of a step,
@@ -71,9 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=what, default=default)
     chip = f"kind of GPU (default: {_GPU}; for a dry run this machine's, if it has one)"
     parser.add_argument("--gpu", choices=sorted(CHIPS), help=chip)
-    parser.add_argument(
-        "--methods", metavar="A,B,...", help="pruning methods (default: all that the job's settings allow)"
-    )
+    methods = "pruning methods (default: all that the job's settings allow)"
+    parser.add_argument("--methods", metavar="A,B,...", help=methods)
     parser.add_argument("--trace", metavar="FILE", help="trace.jsonl of a run, replayed under CONFIG's pruning")
     parser.add_argument("--json", metavar="FILE", help="also write every figure here")
     parser.add_argument("--dry-run", action="store_true", help="load and check all that a run loads before it starts")
@@ -81,11 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_dry_run(train: argparse.ArgumentParser) -> None:
     """Add --dry-run to `train`."""
-    train.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="load and check everything, print the plan and the first prompt, and end; starts and writes nothing",
-    )
+    what = "load and check everything, print the plan and the first prompt, and end; starts and writes nothing"
+    train.add_argument("--dry-run", action="store_true", help=what)
     for name in _TRAINER_SIZES:
         what = "with --dry-run: " + _NUMBERS[name][1]
         train.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=what)
@@ -104,8 +95,8 @@ def dry_run(train: argparse.Namespace, overrides: list[str]) -> int:
 def refuse_sizes(train: argparse.Namespace) -> None:
     """Raise UserError if `train` without --dry-run is given an option that only a dry run has."""
     for name in _sizes_given(train):
-        option = f"--{name.replace('_', '-')}"
-        raise UserError(f"{option} belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
+        option = name.replace("_", "-")
+        raise UserError(f"--{option} belongs to --dry-run; a run has as many GPUs as torchrun starts processes")
 
 
 def _sizes_given(train: argparse.Namespace) -> dict[str, int]:
@@ -159,14 +150,10 @@ def execute(arguments: argparse.Namespace) -> int:
     show(*map(with_paths, (*gpu_note, *assumed, *published, *notes, *layers, *lines(plan, arguments.config), *loaded)))
     if arguments.json is not None:
         write_json(arguments.json, plan.as_json())
-    _check_fits(plan)
-    return 0
-
-
-def _check_fits(plan: Plan) -> None:
     if plan.problems:
         helps = "; ".join(f"{one.change} ({one.total / GIB:.1f} GiB of a GPU)" for one in plan.helps[:3])
         raise UserError(f"the job does not fit: {plan.problems[0]}" + (f". What helps: {helps}" if helps else ""))
+    return 0
 
 
 def _with_layers_of(machine: Machine, config: Config, architecture: Architecture) -> tuple[Config, list[str]]:

@@ -22,9 +22,8 @@ from dppo_megatron.workbench.commands.terminal import loading
 
 def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
-    command.add_argument(
-        "--out", type=Path, metavar="FILE", help="where to write (default: RUN/report.html; of several: ./report.html)"
-    )
+    where = "where to write (default: RUN/report.html; of several: ./report.html)"
+    command.add_argument("--out", type=Path, metavar="FILE", help=where)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """The arms of a comparison, each a method and a number of prompts a step, as settings of a job; and reading their runs.
 
-`grpo@32` is GRPO with 32 prompts a step. A baseline whose batch was never tuned is easy to beat: if the batch is larger
-than helps, half the prompts give the same result in half the time, and a pruned run would be credited for that.
+A baseline whose batch was never tuned is easy to beat: if the batch is larger than helps, half the prompts give the
+same result in half the time, and a pruned run would be credited for that.
 """
 
 from __future__ import annotations

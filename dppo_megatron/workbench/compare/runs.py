@@ -210,10 +210,8 @@ def check_end(run_dir: Path, code: int, stderr: str) -> None:
 
 def _identity(config_path: str, settings: list[str], start: str) -> str:
     """All that the run is a function of: its settings with those of the file, sizes and times of its model's files, and
-    digests of its data, of the user's code that it names, and of `start`.
-
-    `start` is needed because an arm's settings name only the directory of its start, not what was trained there.
-    """
+    digests of its data, of the user's code that it names, and of `start`: an arm's settings name only the directory of
+    its start, not what was trained there."""
     config = load_config(config_path, settings, writes_run=False)
     values = config_values(config)
     sets = *train_set_configs(config).values(), *eval_set_configs(config).values()

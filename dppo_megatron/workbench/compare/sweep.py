@@ -1,14 +1,9 @@
-"""Tunes every method before it is compared: a grid over the settings that interact, thinned out by successive halving.
+"""Tunes every method before it is compared, on one grid, by successive halving (docs/pruning.md).
 
 A baseline with only one setting tuned is still easy to beat: at a learning rate of 1e-3, GRPO on the quickstart does
 best with 64 prompts a step, yet 32 prompts at 7e-4 end 2.8 points higher. So prompts a step, learning rate and schedule
-are always swept together, over one grid for all methods.
-
-    all on one seed ─▶ the better half on a second ─▶ its better half on two more ─▶ ...
-
-A rung adds seeds instead of steps: with a falling learning rate, half a run is another schedule, and runs differ as
-much between seeds as between neighbours on the grid. All candidates of a method sample equally many completions, and
-are ranked by their mean `smoothed_end` over the rung's seeds.
+are always swept together. A rung adds seeds instead of steps: with a falling learning rate, half a run is another
+schedule, and runs differ as much between seeds as between neighbours on the grid.
 """
 
 from __future__ import annotations
@@ -27,14 +22,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation.eval_scores import doublings
 from dppo_megatron.texts import aligned, reason
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.compare.arms import (
-    BASELINE,
-    WITHOUT_ZEROS,
-    Arm,
-    MethodRun,
-    parse_arms,
-    with_zeros,
-)
+from dppo_megatron.workbench.compare.arms import BASELINE, WITHOUT_ZEROS, Arm, MethodRun, parse_arms, with_zeros
 from dppo_megatron.workbench.compare.verdict import smoothed_end
 
 PROMPTS, RATE, SCHEDULE = "rollout.prompts_per_step", "actor.optimizer.learning_rate", "actor.optimizer.lr_schedule"

@@ -1,20 +1,11 @@
-"""The conclusions that the runs of a comparison support.
+"""The conclusions that the runs of a comparison support, by the rules of docs/pruning.md ("Speed-up over GRPO").
 
-The rules are those that a sceptic would choose:
-
-- The baseline is the best of the GRPO arms: the best end sets the gain, and the arm that is soonest at 95 % of it sets
-  the seconds. `grpo_nonzero` is an arm like any other.
-- A factor is the baseline's own cost to a level over the arm's, for 90 and 95 % of the gain, in seconds by the clock
-  and in CPU seconds, which other load on the machine hardly changes. If clock seconds per CPU second differ between
-  arms, the machine was busier under some of them.
 - Where a noisy curve first touches a level is luck: the more evaluations, the earlier. So levels are read off a moving
   mean over three evaluations, the baseline's too. (An isotonic fit is raised by every peak: with 3 points of noise it
   errs 1.4 times as much, and is 9 to 17 % low to 95 % of the gain.)
 - Each seed has its own level: its start plus a share of the gain that the best baseline made on that seed.
 - A factor has the error of its seeds and that of its curves: near the end a curve is so flat that a point of noise
-  moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included. If the 95 %
-  interval of a factor contains 1, its error is larger than its effect, and it is not printed.
-- Ends are compared problem by problem. Seeds are resampled as well as problems, since runs differ by noise too.
+  moves a crossing by a fifth of the run. Noisy copies of every curve show how much, end and level included.
 """
 
 from __future__ import annotations
@@ -113,8 +104,7 @@ class Interval:
 def moving_mean(values: FloatArray) -> FloatArray:
     """[..., n] centred mean over `WINDOW` values; at the ends over fewer.
 
-    Example:
-        [0, 3, 6, 9] -> [1.5, 3, 6, 7.5]
+    Example: [0, 3, 6, 9] -> [1.5, 3, 6, 7.5].
     """
     half = WINDOW // 2
     means = [values[..., max(0, i - half) : i + half + 1].mean(axis=-1) for i in range(values.shape[-1])]
@@ -124,8 +114,7 @@ def moving_mean(values: FloatArray) -> FloatArray:
 def cost_to(curve: Curve, level: FloatArray | float) -> FloatArray:
     """[...] the cost at which each curve first reaches its level, interpolated between its points; inf if it never did.
 
-    Example:
-        cost [0, 10, 20], accuracy [.2, .4, .8], level .6 -> 15
+    Example: cost [0, 10, 20], accuracy [.2, .4, .8], level .6 -> 15.
     """
     above = curve.accuracy >= np.asarray(level)[..., None]
     i = above.argmax(axis=-1)

@@ -199,10 +199,7 @@ def gpu_rows(text: str) -> list[CheckRow]:
     """Clocks and ECC errors from what nvidia-smi prints for `_GPU_FIELDS`: a line a GPU, `[N/A]` for what it lacks."""
     cards = [line.split(", ") for line in text.splitlines()]
     speeds = ", ".join(f"{now} of {most}" for _, now, most, *_ in cards)
-    rows = [
-        CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"),
-        CheckRow("ECC", "ok", "no uncorrected error"),
-    ]
+    rows = [CheckRow("clocks", "ok", f"{speeds} MHz; none slowed down"), CheckRow("ECC", "ok", "no uncorrected error")]
     bits = {index: int(reasons, 16) for index, _, _, reasons, _ in cards if reasons.startswith("0x")}
     slowed = {index: ", ".join(name for bit, name in _SLOWED.items() if bits[index] & bit) for index in bits}
     if named := "; ".join(f"GPU {index}: {reasons}" for index, reasons in slowed.items() if reasons):

@@ -1,13 +1,8 @@
 """A rollout server, or the embedded engine: its weights and key-value cache on a GPU, and how long it generates.
 
-Seconds follow from what a GPU must read and multiply, and from how long completions are. One iteration of a replica
-gives each of its running sequences a token and takes
-
-    fixed + sequences x host work + max(bytes of weights / bandwidth, FLOPs / peak) + cached bytes / bandwidth
-
-so a few stragglers cost nearly as much an iteration as a full batch, and the seconds of a rollout are not proportional
-to its tokens. `rollout_s` runs a rollout through that formula, many iterations at a time. It simulates whole replicas
-instead of integrating over a length distribution: what decides is which sequences still run, and when.
+docs/plan.md has the formula of an iteration, in which a few stragglers cost nearly as much as a full batch. `rollout_s`
+runs a rollout through it, many iterations at a time. It simulates whole replicas instead of integrating over a length
+distribution: what decides is which sequences still run, and when.
 """
 
 from __future__ import annotations

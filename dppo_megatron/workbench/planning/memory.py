@@ -22,14 +22,7 @@ from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config
 from dppo_megatron.config.server_args import named_option, read_split
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.activations import (
-    Pass,
-    head_bytes,
-    in_flight,
-    layer_backward,
-    layer_kept,
-    layer_saved,
-)
+from dppo_megatron.workbench.planning import activations
 from dppo_megatron.workbench.planning.generation import EnginePlan, plan_engine
 from dppo_megatron.workbench.planning.shares import Degrees, Share, share_of
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, FRAGMENTATION, GIB, PROCESS_HOST_BYTES, Site
@@ -212,7 +205,9 @@ def _kinds(actor: ActorConfig, dtype: str) -> list[int]:
 
 
 def _updaters(degrees: Degrees, actor: ActorConfig, of_experts: bool) -> int:
-    return degrees.sharing_state(of_experts=of_experts) if actor.optimizer.distributed else 1
+    """Ranks over which the optimizer shares the state of experts, or of the rest."""
+    split = degrees.expert * degrees.expert_tensor if of_experts else degrees.tensor
+    return degrees.gpus // (degrees.pipeline * split) if actor.optimizer.distributed else 1
 
 
 def _gradient_bytes(actor: ActorConfig, dtype: str) -> int:
@@ -231,7 +226,7 @@ def _working(
 ) -> dict[str, dict[str, float]]:
     """Bytes of activations and logits in the three phases that run the model."""
     actor, is_last = config.actor, stage == degrees.pipeline - 1
-    one = Pass(
+    one = activations.Pass(
         architecture,
         degrees,
         config.packing.max_tokens_per_microbatch if config.packing.mode != "none" else longest_sequence(config)[0],
@@ -239,20 +234,21 @@ def _working(
         "local" if actor.layer_spec == "local" else "te",
         fused_swiglu=bool(actor.megatron.get("bias_activation_fusion", False)),
     )
-    saved, kept = sum(layer_saved(one).values()), sum(layer_kept(one, actor).values())
+    saved, kept = sum(activations.layer_saved(one).values()), sum(activations.layer_kept(one, actor).values())
     norm = 2 * one.hidden_bytes if is_last else 0.0  # the final norm's
     group = actor.megatron.get(INTERLEAVED_GROUP) or 0
-    waiting = (kept * layers + norm) * in_flight(degrees, stage, microbatches(config, degrees, mean_tokens), group)
+    held = activations.in_flight(degrees, stage, microbatches(config, degrees, mean_tokens), group)
+    waiting = (kept * layers + norm) * held
     entropy, fused = config.objective.entropy_coef > 0, actor.logprob_kernel != "torch"
     phases = {}
     for name, before, layer in (
         ("log-probs", 0.0, saved / 2),
         ("forward", waiting, saved / 2),
-        ("backward", waiting, max(saved - kept, 0.0) + layer_backward(one)),
+        ("backward", waiting, max(saved - kept, 0.0) + activations.layer_backward(one)),
     ):
         logits = rest = 0.0
         if is_last:
-            logits, rest = head_bytes(
+            logits, rest = activations.head_bytes(
                 one,
                 actor.logprob_chunk_tokens,
                 backward=name == "backward",

@@ -1,9 +1,7 @@
 """A whole plan: memory, seconds, what pruning saves, and whether it fits; as text for a terminal, as JSON.
 
-What a pruning method saves is `simulate`'s replay, of a recorded run or of assumed outcomes. Without a trace nothing is
-known of the prompts. The replay then runs over made-up ones: pass rates from Beta(1/2, 1/2), which leaves 39 % of
-groups of eight without variance (real sets: a third to four fifths), and log-normal lengths. So the table shows what
-the methods do to such a population, and a trace what they do to yours.
+Without a trace, pruning is replayed over made-up prompts: pass rates from Beta(1/2, 1/2), which leaves 39 % of groups
+of eight without variance (real sets: a third to four fifths), and log-normal lengths.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from dppo_megatron.randomness import generator
 from dppo_megatron.selection import Rollouts
 from dppo_megatron.types import IntArray, UserError
 from dppo_megatron.weights.architecture import Architecture
+from dppo_megatron.workbench import simulate
 from dppo_megatron.workbench.planning.advice import SettingAdvice, advise
 from dppo_megatron.workbench.planning.generation import ROOFLINE, SPREAD, Lengths, capped
 from dppo_megatron.workbench.planning.memory import PARTS, PHASES, MemoryPlan, plan_memory
@@ -33,15 +32,6 @@ from dppo_megatron.workbench.planning.shares import active_parameters, trained_p
 from dppo_megatron.workbench.planning.site import CONTEXT_BYTES, ENGINE_WORK_BYTES, GIB, SLEEPING_BYTES, Site
 from dppo_megatron.workbench.planning.timing import SOURCES, Speeds, Timing, plan_timing, speeds_for
 from dppo_megatron.workbench.runs.trace import Trace, TracedStep
-from dppo_megatron.workbench.simulate import (
-    Prediction,
-    StepTimeModel,
-    left_out,
-    like_for_like,
-    refused,
-    simulate,
-    unpruned_lengths,
-)
 
 _PROMPT_TOKENS = 150
 """Mean length of a mathematics problem in a chat template. An assumption."""
@@ -60,12 +50,12 @@ class Plan:
     memory: MemoryPlan
     timing: Timing | None
     speeds: Speeds
-    predictions: tuple[Prediction, ...]
+    predictions: list[simulate.Prediction]
     refused: dict[str, str]
     """Methods that the job's settings do not allow, with the reason."""
-    advice: tuple[SettingAdvice, ...]
-    faster: tuple[SettingAdvice, ...]
-    helps: tuple[SettingAdvice, ...]
+    advice: list[SettingAdvice]
+    faster: list[SettingAdvice]
+    helps: list[SettingAdvice]
     has_trace: bool
 
     @property
@@ -127,27 +117,21 @@ def make_plan(
     check_world_size(config, site.gpus)
     architecture.check_layout(config.actor)
     trace = None if trace is None else _pruned_as(config, trace)
-    recorded = None if trace is None else unpruned_lengths(trace)
+    recorded = None if trace is None else simulate.unpruned_lengths(trace)
     lengths = _lengths(config, completion_tokens, prompt_tokens, recorded)
     memory = plan_memory(config, architecture, site, lengths.sequence)
     timing = plan_timing(config, architecture, site, memory.engine, lengths, speeds)
-    smaller, faster, helps = advise(config, architecture, site, machine, lengths, speeds, timing)
-    predictions, refusals = list[Prediction](), dict[str, str]()
+    advice = advise(config, architecture, site, machine, lengths, speeds, timing)
+    predictions, refusals = list[simulate.Prediction](), dict[str, str]()
     if methods != [] and timing:
         replayed = made_up_trace(config, lengths) if trace is None else trace
         if methods is None:
-            refusals = refused(replayed, METHODS)
+            refusals = simulate.refused(replayed, METHODS)
             methods = [one for one in METHODS if one not in refusals]
-        predictions = predict(timing, replayed, unpruned_lengths(replayed) if recorded is None else recorded, methods)
-    return Plan(
-        *(architecture, site, lengths, memory, timing, speeds),
-        predictions=tuple(predictions),
-        refused=refusals,
-        advice=tuple(smaller),
-        faster=tuple(faster),
-        helps=tuple(helps),
-        has_trace=trace is not None,
-    )
+        unpruned = simulate.unpruned_lengths(replayed) if recorded is None else recorded
+        predictions = predict(timing, replayed, unpruned, methods)
+    job = (architecture, site, lengths, memory, timing, speeds)
+    return Plan(*job, predictions, refusals, *advice, has_trace=trace is not None)
 
 
 def _lengths(
@@ -194,7 +178,7 @@ def lines(plan: Plan, name: str) -> list[str]:
         *_memory(plan),
         *_seconds(plan),
         *_savings(plan),
-        *(f"  {line}" for line in left_out(plan.refused)),
+        *(f"  {line}" for line in simulate.left_out(plan.refused)),
         *_assumed(plan),
         *(f"does not fit: {problem}" for problem in plan.problems),
     ]
@@ -260,7 +244,7 @@ def _savings(plan: Plan) -> Iterator[str]:
     base = plan.predictions[0]
     yield f"pruning, from {source}{'' if base.method == 'grpo' else f'; speed-ups over {base.method}'}:"
     for one in plan.predictions:
-        alike = like_for_like(one, base)
+        alike = simulate.like_for_like(one, base)
         between = "" if alike is None else f", {alike[0]:.2f}-{alike[1]:.2f}x to the same result"
         yield f"  {one.method:<17} {one.label:<9} {one.step_s:>7.0f} s a step, {base.step_s / one.step_s:.2f}x{between}"
 
@@ -284,7 +268,7 @@ _PROMPTS = 64
 """Prompts of a replayed step: enough for the averages, and more would only take longer."""
 
 
-def predict(timing: Timing, trace: Trace, unpruned: IntArray, methods: list[str]) -> list[Prediction]:
+def predict(timing: Timing, trace: Trace, unpruned: IntArray, methods: list[str]) -> list[simulate.Prediction]:
     """Each method's prediction, in seconds on the plan's machines; `unpruned`: the trace's `unpruned_lengths`."""
     tokens = float(unpruned.sum()) / len(unpruned)
     seconds, scale = timing.seconds, tokens / timing.tokens_generated
@@ -292,8 +276,8 @@ def predict(timing: Timing, trace: Trace, unpruned: IntArray, methods: list[str]
     update_s = seconds["log-probs"] + seconds["update"]
     fixed_s = seconds["sync"] + seconds["checkpoint"] + seconds["other"]
     update_s_per_1k = update_s / scale / timing.tokens_generated * 1000
-    costs = StepTimeModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
-    return [simulate(trace, method, costs) for method in methods]
+    costs = simulate.StepTimeModel(timing.rollout.scaled(scale), update_s_per_1k, fixed_s, timing.overlaps)
+    return [simulate.simulate(trace, method, costs) for method in methods]
 
 
 def made_up_trace(config: Config, lengths: Lengths) -> Trace:

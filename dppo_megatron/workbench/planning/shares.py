@@ -11,17 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from dppo_megatron.config.schema import LayoutConfig
+from dppo_megatron.weights import mapping
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.mapping import (
-    EMBEDDING,
-    OUTPUT,
-    adapter_rows,
-    full_shape,
-    is_expert,
-    layer_of,
-    stacked_axes,
-    table,
-)
 
 _ON_EVERY_RANK = (
     *("layer_norm_weight", "layernorm.weight", "router.weight", "expert_bias", "gate_weight"),
@@ -61,10 +52,6 @@ class Degrees:
     def data(self) -> int:
         """Replicas of the model."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
-
-    def sharing_state(self, *, of_experts: bool) -> int:
-        """Ranks over which the distributed optimizer shares the state of experts, or of the rest."""
-        return self.gpus // (self.pipeline * (self.expert * self.expert_tensor if of_experts else self.tensor))
 
 
 ONE_GPU = Degrees(1, 1, 1, 1, 1, 1, 1, False)
@@ -125,7 +112,7 @@ def active_parameters(architecture: Architecture) -> int:
     """Parameters that one token is multiplied by: no embedding, and of the experts those that it visits."""
     experts, total = architecture.experts, 0
     for one in share_of(replace(architecture, lora=None), ONE_GPU, 0).tensors:
-        if one.key != EMBEDDING or architecture.tied_embeddings:
+        if one.key != mapping.EMBEDDING or architecture.tied_embeddings:
             size = one.numel * one.count
             total += size * experts.per_token // experts.count if experts and one.is_expert else size
     return total
@@ -137,30 +124,30 @@ def _keys(architecture: Architecture, stage: int, layers: int, keys: Iterable[st
     dense = min(architecture.experts.dense_layers, layers) if architecture.experts and stage == 0 else 0
     last = architecture.num_layers - 1
     for key in keys:
-        if not architecture.has_layer_keys or not layer_of(key, ()):
-            yield key, layers if stacked_axes(key, architecture) else None
-        elif layer_of(key, ()) in ((0,), (last,)):
-            yield key, layers - dense if layer_of(key, ()) == (last,) else dense
+        if not architecture.has_layer_keys or not mapping.layer_of(key, ()):
+            yield key, layers if mapping.stacked_axes(key, architecture) else None
+        elif mapping.layer_of(key, ()) in ((0,), (last,)):
+            yield key, layers - dense if mapping.layer_of(key, ()) == (last,) else dense
 
 
 def _tensors(architecture: Architecture, degrees: Degrees, stage: int, layers: int) -> Iterator[Tensors]:
-    last, adapters = stage == degrees.pipeline - 1, adapter_rows(architecture)
+    last, adapters = stage == degrees.pipeline - 1, mapping.adapter_rows(architecture)
     experts = architecture.experts.count // degrees.expert if architecture.experts else 0
-    for key, in_layers in _keys(architecture, stage, layers, (*table(architecture), *adapters)):
-        shape, of_expert = full_shape(key, architecture), is_expert(key)
+    for key, in_layers in _keys(architecture, stage, layers, (*mapping.table(architecture), *adapters)):
+        shape, of_expert = mapping.full_shape(key, architecture), mapping.is_expert(key)
         numel, is_linear = math.prod(shape), False
         split = degrees.expert_tensor if of_expert else degrees.tensor
         if key in adapters:  # one half is split as its weight is, the other is on every rank (`actor/lora.py`)
             by_rows = ".linear_proj." in key or ".linear_fc2." in key
             split = split if key.endswith("_a") == by_rows else 1
         elif key.endswith(_ON_EVERY_RANK) or in_layers is None:
-            split = degrees.tensor if key in (EMBEDDING, OUTPUT) else 1
+            split = degrees.tensor if key in (mapping.EMBEDDING, mapping.OUTPUT) else 1
         else:
             is_linear = len(shape) > 1
         count = int(last) if in_layers is None else in_layers * (experts if of_expert else 1)
-        if key in (EMBEDDING, OUTPUT):
+        if key in (mapping.EMBEDDING, mapping.OUTPUT):
             numel = architecture.padded_vocab_size(degrees.tensor) * architecture.hidden_size
-        if key == EMBEDDING:  # a tied output layer is a second copy where the last stage is not the first
+        if key == mapping.EMBEDDING:  # a tied output layer is a second copy where the last stage is not the first
             count = int(stage == 0 or (last and architecture.tied_embeddings))
         if count:
             is_trained = architecture.lora is None or key in adapters

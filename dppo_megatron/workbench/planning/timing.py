@@ -1,13 +1,4 @@
-"""Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed.
-
-generate     the roofline's (`planning/generation.py`), or tokens / (a given speed x GPUs that generate); where steps
-             stream into one another (rollout.async_steps, sync.in_flight = continue), a share of their common round
-log-probs    a third of an update's FLOPs for each pass
-update       useful FLOPs / (peak x MFU x GPUs), x 4/3 under full recomputation, and what tensor parallelism sends,
-             x the pipeline's bubble
-sync         bytes of the model / sync speed
-checkpoint   bytes of the model and its optimizer / write speed, spread over the steps between two
-"""
+"""Seconds of a step from data sheets, and from efficiencies that were fitted, published or assumed (docs/plan.md)."""
 
 from __future__ import annotations
 
@@ -18,13 +9,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.steps.rollout_cost import RolloutCost, cost_model
 from dppo_megatron.weights.architecture import Architecture
 from dppo_megatron.weights.pipeline import split_layers
-from dppo_megatron.workbench.planning.generation import (
-    LINK_SHARE,
-    NETWORK_BYTES_S,
-    EnginePlan,
-    Lengths,
-    rollout_cost,
-)
+from dppo_megatron.workbench.planning.generation import LINK_SHARE, NETWORK_BYTES_S, EnginePlan, Lengths, rollout_cost
 from dppo_megatron.workbench.planning.memory import microbatches
 from dppo_megatron.workbench.planning.shares import Degrees, trained_parameters, whole_model
 from dppo_megatron.workbench.planning.site import Site
@@ -119,10 +104,10 @@ def plan_timing(
     forward_s, update_s = _training_s(config, architecture, site, degrees, lengths, speeds)
     own = needs_old_logprobs(config.objective) or config.actor.routing_replay == "actor"  # which records the experts
     passes = int(own) + int(config.objective.kl.coef > 0)
-    parameters = whole_model(architecture)
     every = config.checkpoint.every_steps
     # bfloat16 weights (2 bytes), and of what is trained float32 main parameters and moments (12)
-    save_s = (parameters * 2 + trained_parameters(architecture) * 12) / (speeds.save_gb_per_s * 1e9)
+    saved = whole_model(architecture) * 2 + trained_parameters(architecture) * 12
+    save_s = saved / (speeds.save_gb_per_s * 1e9)
     seconds = {
         "generate": cost.of(generated),
         "log-probs": passes * forward_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
@@ -36,38 +36,27 @@ _HIDDEN = ("step", *_OF_THE_GROUP)
 
 def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
     """Write the report of `runs`. Raises UserError if `path` cannot be written."""
-    _make_names_unique(runs)
-    parts: list[str] = []
+    names, parts = [run.name for run in runs], list[str]()
     for number, run in enumerate(runs):
         samples = read_samples(run.path, str(run.setting("model.hf_path", "")), SAMPLE_BYTES // len(runs))
         run.notes += [f"samples/{name} cannot be read and is left out" for name in sorted(samples.unreadable)]
-        parts += _sample_data(number, samples)
+        if names.count(run.name) > 1:
+            run.name = f"{run.path.resolve().parent.name}/{run.name}"
+        # an element for each step, which the page parses when the step is opened
+        named = ("recorded_steps", "groups_in_step", "tokens", "note")
+        index = {"steps": sorted(samples.steps)} | {name: getattr(samples, name) for name in named}
+        parts.append(script_data(f"samples-{number}", index))
+        parts += [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
     defaults = default_settings({key for run in runs for key in run.settings})
     about = {"runs": [_data(run) for run in runs], "defaults": defaults, "legend": LEGEND}
     parts.insert(0, script_data("report-data", about))
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])
 
 
-def _make_names_unique(runs: Sequence[RunRecord]) -> None:
-    """Prefix runs of the same name with their parent directory."""
-    names = [run.name for run in runs]
-    for run in runs:
-        if names.count(run.name) > 1:
-            run.name = f"{run.path.resolve().parent.name}/{run.name}"
-
-
 def _data(run: RunRecord) -> dict[str, Any]:
     shown = {name: getattr(run, name) for name in ("name", "status", "steps", "ledger", "summary", "settings")}
     columns = {key: [_short(value) for value in values] for key, values in run.columns.items()}
     return shown | {"path": str(run.path), "columns": columns, "findings": [asdict(one) for one in findings(run)]}
-
-
-def _sample_data(number: int, samples: Samples) -> list[str]:
-    """One element per step, which the page parses when the step is opened."""
-    named = ("recorded_steps", "groups_in_step", "tokens", "note")
-    index = {"steps": sorted(samples.steps)} | {name: getattr(samples, name) for name in named}
-    parts = [script_data(f"samples-{number}", index)]
-    return parts + [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
 
 
 @dataclass
@@ -131,11 +120,16 @@ def _spread(steps: list[int], count: int) -> list[int]:
 
 
 def _steps(one: SampleFile, unreadable: set[str]) -> list[int]:
-    """The steps that a file holds; none if it cannot be read."""
+    """The steps that a file holds."""
     if one.first == one.last:
         return [one.first]
+    return [step for step in _read(one, unreadable, steps_of) if one.first <= step <= one.last]
+
+
+def _read(one: SampleFile, unreadable: set[str], read: Callable[[Path], list[Any]]) -> list[Any]:
+    """What `read` finds in a file; nothing if it cannot be read."""
     try:
-        return [step for step in steps_of(one.path) if one.first <= step <= one.last]
+        return read(one.path)
     except FileNotFoundError:
         return []  # a run in progress has merged it into another
     except (OSError, ValueError):
@@ -149,14 +143,7 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
     for one in files:
         if not one.first <= step <= one.last:
             continue
-        try:
-            rows = read_rows(one.path, COLUMNS, step)
-        except FileNotFoundError:
-            continue  # a run in progress has merged it into another
-        except (OSError, ValueError):
-            unreadable.add(one.path.name)
-            continue
-        for row in rows:
+        for row in _read(one, unreadable, lambda path: read_rows(path, COLUMNS, step)):
             group = groups[row["group"]]
             group.update({name: _short(row[name]) for name in _OF_THE_GROUP})
             group.setdefault("members", []).append(_member(row))
@@ -166,7 +153,8 @@ def _groups(files: list[SampleFile], step: int, unreadable: set[str]) -> tuple[l
 def _member(row: dict[str, Any]) -> dict[str, Any]:
     member = {name: _short(value) for name, value in row.items() if name not in _HIDDEN}
     for name in ("logprobs", "actor_logprobs"):
-        member[name] = None if row[name] is None else [_rounded(value) for value in row[name]]
+        if row[name] is not None:
+            member[name] = [round(value, 3) if math.isfinite(value) else None for value in row[name]]
     return member
 
 
@@ -176,14 +164,9 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, 3) if math.isfinite(value) else None
-
-
 def _size(group: dict[str, Any]) -> int:
     """Approximate size as JSON, in characters."""
-    members = group["members"]
-    return sum([len(group["prompt"]), *(400 + len(one["text"]) + 14 * one["tokens"] for one in members)])
+    return sum([len(group["prompt"]), *(400 + len(one["text"]) + 14 * one["tokens"] for one in group["members"])])
 
 
 def _texts(ids: set[int], places: list[Path]) -> dict[int, str]:

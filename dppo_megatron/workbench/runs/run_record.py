@@ -39,7 +39,6 @@ _LARGEST = 1e308
 """Numbers from here on are shown as missing."""
 _HEARTBEAT_S = 60.0
 """A lock file older than this is a crashed trainer's: a live one touches it every five seconds."""
-_CHUNK_BYTES = 1 << 20
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _RATIOS = (
@@ -163,10 +162,10 @@ class Follow:
                     self._begin()
                     self._file_id = status.st_ino
                 file.seek(self._read_to)
-                while added := file.read(_CHUNK_BYTES):
-                    self._read_to += len(added)
-                    *lines, self._rest = (self._rest + added).split(b"\n")
-                    self._damaged += sum(not self._take(line) for line in lines)
+                added = file.read()
+                self._read_to += len(added)
+                *lines, self._rest = (self._rest + added).split(b"\n")
+                self._damaged += sum(not self._take(line) for line in lines)
         except OSError as error:  # most often the run is starting, or a file system hangs: what is known is shown
             if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise UserError(f"'{self._path / 'metrics.jsonl'}' cannot be read: {error.strerror}") from None

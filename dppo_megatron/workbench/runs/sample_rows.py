@@ -38,55 +38,45 @@ def read_rows(path: Path, columns: Sequence[str], step: int) -> list[dict[str, A
         OSError: there is no such file (any more: the run merges them), or it may not be read.
         ValueError: it is no parquet, or a column is missing or has another type or nulls.
     """
-    try:
-        with open_to_read(path) as source, pq.ParquetFile(source, pre_buffer=False) as file:
-            table = _of_step(file, columns, step)
-    except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
-    if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
-        raise ValueError(f"{path.name}: {unknown[0]} holds nulls")
-    rows: list[dict[str, Any]] = table.to_pylist()
+    rows: list[dict[str, Any]] = _table(path, columns, step).to_pylist()
     return rows
 
 
 def steps_of(path: Path) -> list[int]:
     """The steps whose rows a sample file holds: a merged one has only few of those from its first to its last. Raises
     as `read_rows`."""
+    return sorted(_table(path, ["step"], None).column("step").unique().to_pylist())
+
+
+def _table(path: Path, columns: Sequence[str], step: int | None) -> pa.Table:
+    """The rows of a step; None: of all. Without Arrow's threads: with them, a process that ends right after can abort
+    ("terminate called without an active exception": `watch`, once, on a busy machine)."""
     try:
         with open_to_read(path) as source, pq.ParquetFile(source, pre_buffer=False) as file:
-            steps = file.read(["step"], use_threads=False).column("step")
+            kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
+            if wrong := next((name for name in columns if kinds.get(name) != _SCHEMA.field(name).type), ""):
+                raise ValueError(f"{wrong} is of type {kinds[wrong]}" if wrong in kinds else f"{wrong} is missing")
+            groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at), step)]
+            table = file.read_row_groups(groups, columns=list({*columns, "step"}), use_threads=False)
+            if step is not None:
+                table = table.filter(pa.array(table.column("step").to_numpy() == step))
     except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    if steps.type != _SCHEMA.field("step").type or steps.null_count:
-        raise ValueError(f"{path.name}: step holds nulls or is of type {steps.type}")
-    distinct: list[int] = steps.unique().to_pylist()
-    return sorted(distinct)
+    if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
+        raise ValueError(f"{path.name}: {unknown[0]} holds nulls")
+    return table.select(columns)
 
 
-def _of_step(file: pq.ParquetFile, columns: Sequence[str], step: int) -> pa.Table:
-    """The rows of a step. Without Arrow's threads: with them, a process that ends right after can abort ("terminate
-    called without an active exception": `watch`, once, on a busy machine)."""
-    kinds = dict(zip(file.schema_arrow.names, file.schema_arrow.types, strict=True))
-    if wrong := [name for name in columns if kinds.get(name) != _SCHEMA.field(name).type]:
-        raise ValueError(f"{wrong[0]} is of type {kinds[wrong[0]]}" if wrong[0] in kinds else f"{wrong[0]} is missing")
-    groups = [at for at in range(file.num_row_groups) if _may_hold(file.metadata.row_group(at), step)]
-    table = file.read_row_groups(groups, columns=[*columns, "step"], use_threads=False)
-    return table.filter(pa.array(table.column("step").to_numpy() == step)).select(columns)
-
-
-def _may_hold(group: Any, step: int) -> bool:
+def _may_hold(group: Any, step: int | None) -> bool:
     """Whether a row group may have rows of a step, by its statistics."""
     columns = map(group.column, range(group.num_columns))
     known = next((one.statistics for one in columns if one.path_in_schema == "step"), None)
-    return known is None or not known.has_min_max or bool(known.min <= step <= known.max)
+    return step is None or known is None or not known.has_min_max or bool(known.min <= step <= known.max)
 
 
 def titles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each of a run's prompts: its problem, without a long instruction that all of them begin with.
-
-    Args:
-        rows: `problem` of each, as in samples/.
-    """
+    """One line for each of a run's prompts: its `problem` in samples/, without a long instruction that all of them
+    begin with."""
     problems = [one_line(row["problem"], _LONGEST_PROMPT) for row in rows]
     low, high = min(problems, default=""), max(problems, default="")  # all others begin with what these two share
     differs = next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), 0)

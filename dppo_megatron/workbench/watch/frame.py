@@ -88,10 +88,8 @@ class Latest:
 
 
 def _read_samples(path: Path, step: int) -> tuple[list[dict[str, Any]], str] | None:
-    """The step's group with the highest variance of rewards, the first of equals, and its title.
-
-    None if the file cannot be read: it may be merged into another one at this moment.
-    """
+    """The step's group with the highest variance of rewards, the first of equals, and its title. None if the file
+    cannot be read: it may be merged into another one at this moment."""
     groups: dict[int, list[dict[str, Any]]] = {}
     with suppress(OSError, ValueError):
         for row in read_rows(path, _SAMPLE_COLUMNS, step):

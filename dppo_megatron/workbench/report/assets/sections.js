@@ -8,10 +8,7 @@ const LEDGER_NOTE =
   "gradient, if the gradients of completions are orthogonal.";
 
 /** Of a table whose items have a `run` and its `number`; not needed for one run. */
-const runColumn = runs.length > 1 && {
-  name: "run",
-  content: ({ run, number }) => [runDot(number), " ", run.name],
-};
+const runColumn = runs.length > 1 && { name: "run", content: ({ run, number }) => [runDot(number), " ", run.name] };
 
 /** The plots of a section (metrics.js), but for those that no run has data for. */
 function plotCards(plots) {
