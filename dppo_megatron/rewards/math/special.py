@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
-from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import ONE, parse
-from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.units import DOUBTS
+from dppo_megatron.rewards.math.units import DOUBTS, read_number_words
 
-WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
+IN_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
 _PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
 _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
@@ -103,11 +101,11 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
-    if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
+    if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip()):
+    if match := _CLOCK.fullmatch(IN_TEXT.sub(r"\1", text).strip()):
         return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
         residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
@@ -147,15 +145,9 @@ def read_words(text: str) -> Answer:
     return answers.Words(plain)
 
 
-def as_words(text: str) -> answers.Words | None:
-    """The text as words, even if it could be read as mathematics; None if it has mathematical signs."""
-    plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain) else None
-
-
 def plain_words(text: str) -> str:
     """Without punctuation, but with decimal points and the primes of letters: less than 1.5, point A'."""
-    text = _GROUPING.sub("", WRAPPED_TEXT.sub(r" \1 ", text) if "text" in text else text)
+    text = _GROUPING.sub("", IN_TEXT.sub(r" \1 ", text) if "text" in text else text)
     return " ".join(_PUNCTUATION.sub(" ", text).lower().split())
 
 
