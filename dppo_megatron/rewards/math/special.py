@@ -44,8 +44,7 @@ _CONGRUENCE = regex(
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
     r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
-_MAX_MODULUS = 60
-"""Of a congruence with `\\not`, for which the other residues are listed."""
+_MAX_MODULUS = 60  # of a congruence with `\\not`, for which the other residues are listed
 # conditions in words or by another sign, and their spelling here
 _SPELLED = {
     regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
@@ -56,9 +55,8 @@ _SPELLED = {
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
-    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")] = (
-        rf"\1\\mathbb{{R}}_{{{_sign}0}}"
-    )
+    _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
+    _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
