@@ -24,12 +24,9 @@ from dppo_megatron.types import Grade, GradeTask
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_S = 0.02
-"""Work in a chunk. Between two chunks a process is idle for some 0.2 ms, 1 % of this."""
-LOOK_S = 0.02
-"""How often to check for samples that may be graded now, when a process or the pace had no room for all of them."""
-_CHUNK_CHARACTERS = 4 << 20
-"""Most characters of the completions in a chunk, which is pickled and sent as a whole."""
+_CHUNK_S = 0.02  # of work in a chunk: between two chunks a process is idle for some 0.2 ms, 1 % of this
+LOOK_S = 0.02  # between checks for samples that may be graded now, if a process or the pace had no room for all
+_CHUNK_CHARACTERS = 4 << 20  # most of the completions in a chunk, which is pickled and sent as a whole
 
 
 class Batch:

@@ -17,6 +17,7 @@ from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 _ARTICLES = {"the", "a", "an"}
+_UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
 _HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
 _NUMBERED = regex(
     r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
@@ -173,8 +174,6 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
         others = tuple(others[other_labels.index(label)] for label in labels)
-    elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
-        is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution
@@ -185,15 +184,14 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     """Whether `value` is the point as a sum of unit vectors: 2 i - 3 j is (2, -3), also as a column or a row."""
-    letters = tuple(f"hat:{letter}" for letter in "ijk")
     rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
-    is_line = min(len(rows), *map(len, rows)) == 1 if rows else True
     items = [*itertools.chain(*rows)] or point.items
     sides = [item.node for item in items if isinstance(item, Value)]
-    if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+    letters = sorted(_UNIT_VECTORS)[: len(items)]
+    if not len(items) == len(sides) == len(letters) or letters != sorted(symbols(value.node) & _UNIT_VECTORS):
         return False
     total: Node = ("n", Fraction(0))
-    for letter, side in zip(letters, sides, strict=False):
+    for letter, side in zip(letters, sides, strict=True):
         total = ("+", total, ("*", ("s", letter), side))
     return equal_nodes([(total, value.node)], rules)
 

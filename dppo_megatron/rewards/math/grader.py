@@ -163,7 +163,7 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one; an
     excluded value may follow an expression (`x \\ne 0`)."""
     items = answer.items if isinstance(answer, AnswerList) else ()
-    if count == 1 and items and answer.kind != "list":
+    if isinstance(answer, AnswerList) and count == 1 and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
