@@ -87,8 +87,7 @@ class GraderProcess:
         self._line = b""  # the end of the output, if that is no whole line
         self._num_left = _MOST_SHOWN  # characters of output that are still shown
         self._is_output_open = True
-        self.num_given = 0
-        """Samples so far."""
+        self.num_given = 0  # samples so far
 
     def give(self, count: int, payload: bytes) -> None:
         """Send `payload`, a chunk of `count` samples. Raises ValueError if it is too long."""

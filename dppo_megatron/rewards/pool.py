@@ -56,14 +56,11 @@ class Lane:
     def __init__(self, pool: GradingQueue) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
-        self.chunk: list[Queued] = []
-        """The samples it has taken and neither settled nor put back; `GradingQueue.take` fills it."""
-        self._open: dict[int, Queued] = {}
-        """Position among all samples that the process was given -> a sample that it has not answered yet."""
+        self.chunk: list[Queued] = []  # samples taken by `GradingQueue.take`, neither settled nor put back
+        self._open: dict[int, Queued] = {}  # position among all that it was given -> a sample without an answer
         self._is_busy = False
         """The process has not finished its chunk, perhaps with none open: samples may be put back once begun."""
-        self._active_s = 0.0
-        """When the process last sent a message, or was given samples while none was open."""
+        self._active_s = 0.0  # when the process last sent a message, or was given samples while none was open
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self.thread.start()
 

@@ -93,15 +93,11 @@ class Evaluation:
         self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
         """Relative to the terms: values that differ by less may be equal. 20 digits are left for rounding errors."""
-        self.has_branch = False
-        """Whether a root, power or logarithm of a number that is not positive was taken, which has several values."""
-        self.largest: Any = 0
-        """The largest term of all sums, by which a difference of nearly equal ones is judged."""
-        self.bits = 0
-        """Length of the longest fraction that was rounded."""
+        self.has_branch = False  # a root or logarithm of a number that is not positive was taken: it has several values
+        self.largest: Any = 0  # term of all sums, by which a difference of nearly equal ones is judged
+        self.bits = 0  # length of the longest fraction that was rounded
+        self.is_outside = False  # a factorial or binomial was evaluated where it is not defined
         self._sums_around = 0
-        self.is_outside = False
-        """Whether a factorial or binomial was evaluated where it is not defined."""
 
     def of(self, node: Node) -> Any:
         """A Fraction if the value is exact, else a number of mpmath."""

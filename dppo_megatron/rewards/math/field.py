@@ -149,8 +149,7 @@ class _FieldPoint:
         self._place, self._has_letters, self._work = f"{part}", has_letters, work
         self._prime = _prime(is_gaussian)
         self._signs, self._taken, self._wholes = [(1, 1)], 0, [(0, 0)]
-        self._path: list[int] = []
-        """The combination of signs that is tried: for each value of unknown sign, in the order in which they occur."""
+        self._path: list[int] = []  # the signs that are tried, of values of unknown sign in order of occurrence
 
     def agree(self, gold: Node, other: Node) -> bool:
         """Whether both trees have the same value, for every combination of signs that there may be."""

@@ -86,8 +86,7 @@ class _Reader:
         self.position = 0
         self._depth = 0
         self._in_bars = False
-        self._bound: set[str] = set()
-        """Letters that count in a sum or product; there `i` and `e` are letters too."""
+        self._bound: set[str] = set()  # letters that count in a sum or product: there `i` and `e` are letters too
 
     def sum(self) -> Node:
         """Terms separated by + and -."""
