@@ -28,7 +28,7 @@ _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:.*")  # l:w is not w:l
+_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -81,6 +81,8 @@ def _differ(gold: str, other: str) -> bool:
     gold, other, ours, theirs = (name.replace("'", "") for name in (gold, other, ours, theirs))
     if other in (gold, _COUNTED.sub("", gold)) or gold == _COUNTED.sub("", other):  # x_1 = 1, x_2 = 2
         return False
+    if sorted(gold.split(":")) == sorted(other.split(":")):  # l:w is not w:l
+        return True
     if "(" in gold or "(" in other:
         is_result = ours == theirs or {ours, theirs} & {"", "y", "z"}
         return ("(" in gold and "(" in other) or not is_result
@@ -174,6 +176,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
         others = tuple(others[other_labels.index(label)] for label in labels)
+    elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
+        is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution
