@@ -260,11 +260,9 @@ def _read(text: str) -> tuple[Answer | None, str]:
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     """The rules that the row states; if it states none, those that follow from the digits of both sides."""
-    limits = row.get("tolerance")  # 0.1, "1e-1" or "1e-2,1e-3"
-    limits = limits if isinstance(limits, (list, tuple)) else str(limits).split(",")
-    tolerances: tuple[Fraction, ...] = ()
-    with suppress(ValueError):
-        tolerances = tuple(abs(Fraction(str(limit).strip())) for limit in limits)
+    # OlympiadBench calls tolerances `precision`; a plain number under that name may be a count of digits
+    precision = row.get("precision")
+    tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
     unit = row.get("unit")
     stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
     # references of the OCW problems (Minerva) are rounded to the digits that are written
@@ -277,3 +275,12 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     place = place if digits >= 3 else Fraction(0)
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
     return Rules(last_place=place, their_last_place=their_place, wholes=wholes)
+
+
+def _tolerances(stated: Any) -> tuple[Fraction, ...]:
+    """Tolerances from 0.1, "1e-1" or "1e-2,1e-3"; empty for anything else."""
+    parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
+    try:
+        return tuple(abs(Fraction(str(part).strip())) for part in parts)
+    except ValueError:
+        return ()
