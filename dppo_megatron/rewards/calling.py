@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_CONTEXT = ("row", "prompt", "completion_tokens", "finish_reason")
-"""Passed to a grader that has a parameter of that name."""
-_NEVER_FIRST = (
+_CONTEXT = ("row", "prompt", "completion_tokens", "finish_reason")  # passed to parameters of these names
+_NEVER_FIRST = (  # a first parameter of such a name is not the completion
     *("answer", "answers", "args", "data_source", "ground_truth", "label", "labels", "problem", "prompt", "prompts"),
     *("queries", "query", "question", "reference", "references", "row", "solution"),
 )
-"""If the first parameter has one of these names, it is not the completion."""
-_REFERENCES = ("answer", "answers", "solution", "ground_truth")
-"""TRL's columns that get the reference, unless the rows have a column of that name."""
+_REFERENCES = ("answer", "answers", "solution", "ground_truth")  # TRL's columns of the reference, if the rows lack them
 _TAKES = (
     "a grader is called as function(completion, answer) or function(completion, answer, row), with prompt,"
     " completion_tokens and finish_reason for parameters of these names; a batched one as function(completions,"

@@ -1,12 +1,8 @@
 """The built-in graders by their names; loads a user's grader, calls it, and checks what it returns.
 
 Runs in the grader processes, which must start fast: the standard library only, no numpy and no torch unless the grader
-imports them. How a grader is called: `calling.py`.
-
-A grader may return a finite number of any kind (bool, int, float, Decimal, Fraction, a numpy scalar, a tensor without
-dimensions, or whatever else has `.item()` and no dimensions), a `Grade`, or a mapping with a `score`, as verl's
-functions do. A function that takes lists returns a list of these, in which None means that it does not judge that
-completion. Anything else is a failure whose text shows what was returned.
+imports them. How a grader is called: `calling.py`. A function that takes lists returns a list of results, in which None
+means that it does not judge that completion.
 """
 
 from __future__ import annotations
@@ -35,8 +31,7 @@ BUILT_IN = {
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _MARKED = re.compile(r"####?\s*([^\n]*)")
-_LONGEST_TEXT = 10_000
-"""How many characters of `extracted` and `why` are kept: a grader may copy a megabyte of braces into them."""
+_LONGEST_TEXT = 10_000  # characters kept of `extracted` and `why`: a grader may copy a megabyte of braces into them
 _LONGEST_REASON = 300
 
 
@@ -143,8 +138,7 @@ def _load(item: NamedFunction) -> Calling:
 
 def _graded(calling: Calling, sample: Sample) -> Any:
     try:
-        result = calling.call(sample)
-        return result if _is_float(result) else _fields(result)
+        return _fields(calling.call(sample))
     except BaseException as error:
         return _failure(error)
 
@@ -168,9 +162,7 @@ async def _graded_async(calling: Calling, sample: Sample) -> Any:
         result = calling.call([sample] if calling.takes_lists else sample)
         if calling.is_async:
             result = await result
-        if calling.takes_lists:
-            return _listed(result, 1)[0]
-        return result if _is_float(result) else _fields(result)
+        return _listed(result, 1)[0] if calling.takes_lists else _fields(result)
     except BaseException as error:
         return _failure(error)
 
@@ -186,7 +178,7 @@ def _listed(results: Any, count: int) -> list[Any]:
         raise GradingFailed(f"returned {_shown(results)}, not a list of {count}")
     if len(rows) != count:
         raise _WrongCountError(f"returned a list of {len(rows)} for {count} completions")
-    return [dict(_NOT_JUDGED) if one is None else one if _is_float(one) else _fields(one) for one in rows]
+    return [dict(_NOT_JUDGED) if one is None else _fields(one) for one in rows]
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -217,6 +209,8 @@ def _fields(result: Any) -> Any:
     Raises:
         GradingFailed: it is none of them, or one of its values has a wrong type.
     """
+    if _is_float(result):
+        return result
     if isinstance(result, Mapping) and "score" in result:
         return _scored(result)
     types = sys.modules.get("dppo_megatron.types")  # if the grader has not imported it, it returns no Grade
@@ -230,23 +224,16 @@ def _fields(result: Any) -> Any:
         fields["extracted"] = _truncated(str(extracted), _LONGEST_TEXT)
     if why:
         fields["why"] = _truncated(str(why), _LONGEST_TEXT)
-    numbers_by_name: dict[str, float] = {}
+    facts: dict[str, float] = {}
     # a grader's own parts are facts: in `parts`, which holds the config's functions, the first decides what is correct
     for name, values in (("parts", result.parts), ("facts", result.facts)):
-        if not values and type(values) is dict:
-            continue
         if type(values) is not dict and not isinstance(values, Mapping):
             raise GradingFailed(f"returned a Grade whose {name} are {_shown(values)}, not a mapping")
-        numbers_by_name |= {
-            # `_number`'s message is not formatted for floats, which most values are
-            _truncated(str(key), _LONGEST_TEXT): value
-            if _is_float(value)
-            else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
-            for key, value in values.items()
-        }
-    if numbers_by_name:
-        fields["facts"] = numbers_by_name
-    return fields
+        for key, value in values.items():
+            is_float = _is_float(value)  # as most values are: the message is not formatted for them
+            number = value if is_float else _number(value, f"a Grade whose {name}[{str(key)!r}] is ")
+            facts[_truncated(str(key), _LONGEST_TEXT)] = number
+    return fields | {"facts": facts} if facts else fields
 
 
 def _scored(result: Mapping[Any, Any]) -> dict[str, Any]:
@@ -269,19 +256,13 @@ def _is_float(value: Any) -> bool:
 
 
 def _number(value: Any, where: str) -> float:
-    if _is_float(value):
-        return float(value)
     failure = f"returned {where}{_shown(value)}"
-    if isinstance(value, (bool, numbers.Real, Decimal)):
-        number = value
-    elif callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
-        number = value.item()
-        if not isinstance(number, (bool, int, float)):
-            raise GradingFailed(failure)
-    else:
+    if callable(getattr(value, "item", None)) and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if not isinstance(value, (bool, numbers.Real, Decimal)):
         raise GradingFailed(failure)
     try:
-        as_float = float(number)
+        as_float = float(value)
     except (OverflowError, ValueError):
         raise GradingFailed(f"{failure}, which is too large") from None
     if not math.isfinite(as_float):

@@ -17,31 +17,17 @@ import msgspec
 
 from dppo_megatron.children import start_python
 from dppo_megatron.frames import FrameBuffer, framed
+from dppo_megatron.rewards import messages
 from dppo_megatron.rewards.functions import NamedFunction
-from dppo_megatron.rewards.messages import (
-    AT,
-    BEGUN,
-    CANNOT_ANSWER,
-    LIMIT,
-    NONE,
-    SINCE_NS,
-    Message,
-    board_file,
-    map_board,
-)
+from dppo_megatron.rewards.messages import AT, BEGUN, LIMIT, NONE, SINCE_NS, Message
 from dppo_megatron.texts import LONGEST_ENTRY, entry, show
 
-_READ_BYTES = 1 << 16
-"""Default capacity of a pipe on Linux."""
+_READ_BYTES = 1 << 16  # default capacity of a pipe on Linux
 _READS = 256  # of 64 KiB: at most 16 MiB at a time
-_REQUEST_BYTES = 1 << 18
-"""Capacity of the pipe of requests: it takes most chunks whole, so the trainer need not wait until half is read."""
-_LONGEST_LINE = 4 * LONGEST_ENTRY + 400
-"""Bytes that are kept of a printed line: all that is shown of it, at up to four bytes of UTF-8 per character."""
-_MOST_SHOWN = 64 << 20
-"""Characters of a process's output that are shown."""
-_LINE_COSTS = 64
-"""Each line counts as this many more, since showing it takes some microseconds."""
+_REQUEST_BYTES = 1 << 18  # the pipe of requests takes most chunks whole: the trainer need not wait until half is read
+_LONGEST_LINE = 4 * LONGEST_ENTRY + 400  # bytes kept of a printed line: all that is shown of it, in UTF-8
+_MOST_SHOWN = 64 << 20  # characters of a process's output
+_LINE_COSTS = 64  # each line counts as this many characters more, since showing it takes some microseconds
 _DECODER = msgspec.msgpack.Decoder(Message)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -64,8 +50,9 @@ class GraderProcess:
     def __init__(self, functions: Sequence[NamedFunction], memory_mb: int, timeout_s: float) -> None:
         # one thread per process: there are as many processes as there should be threads
         threads = {name: os.environ.get(name, "1") for name in _THREADS}
-        with board_file() as board:
-            self._board = map_board(board.fileno())
+        here = os.getcwd()  # which Python does not add to the import path of an installed command
+        with messages.board_file() as board:
+            self._board = messages.map_board(board.fileno())
             self._board[AT] = NONE
             self._process = start_python(
                 "dppo_megatron.rewards.worker",
@@ -78,7 +65,7 @@ class GraderProcess:
                 start_new_session=True,  # so that `kill` also ends the processes that a grader started
             )
             setup = {
-                "path": _import_path(),
+                "path": sys.path if {"", here} & set(sys.path) else [*sys.path, here],
                 "functions": list(functions),
                 "memory_mb": memory_mb,
                 "timeout_s": timeout_s,
@@ -91,15 +78,16 @@ class GraderProcess:
             os.set_blocking(pipe.fileno(), False)
         with contextlib.suppress(AttributeError, OSError):  # not Linux, or the user's limit of pipe memory is reached
             fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
-        self._death = _open_pidfd(self._process.pid)
-        """Readable once the process has died, even if its own children hold its pipes open; None if not supported."""
+        self._death: int | None = None
+        """Readable once the process has died, even if its own children hold its pipes open."""
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or a sandbox: its pipe's end shows its death
+            self._death = os.pidfd_open(self._process.pid)
         self._received = FrameBuffer()
         self._outgoing = memoryview(framed(pickle.dumps(setup)))
         self._line = b""  # the end of the output, if that is no whole line
         self._num_left = _MOST_SHOWN  # characters of output that are still shown
         self._is_output_open = True
-        self.num_given = 0
-        """Samples so far."""
+        self.num_given = 0  # samples so far
 
     def give(self, count: int, payload: bytes) -> None:
         """Send `payload`, a chunk of `count` samples. Raises ValueError if it is too long."""
@@ -212,7 +200,7 @@ class GraderProcess:
         self._line = b""
         if code is None:
             return ""
-        if code == CANNOT_ANSWER:
+        if code == messages.CANNOT_ANSWER:
             return "could not write its answers"
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
@@ -224,16 +212,3 @@ class GraderProcess:
         if self._death is not None:
             os.close(self._death)
             self._death = None
-
-
-def _import_path() -> list[str]:
-    """The trainer's import path, and the working directory, which Python does not add for an installed command."""
-    here = os.getcwd()
-    return list(sys.path) if {"", here} & set(sys.path) else [*sys.path, here]
-
-
-def _open_pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, or a sandbox: then only the end of its pipe shows its death
-        return None

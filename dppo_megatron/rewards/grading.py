@@ -157,17 +157,15 @@ def grade_groups(
     unfinished = {"abort": failed(UNSAMPLED), "early": STOPPED_EARLY}
     graded = {i: unfinished[one.finish_reason] for i, one in enumerate(completions) if one.finish_reason in unfinished}
     graded |= known or {}
-    ungraded = [i for i in range(len(completions)) if i not in graded]
     starts = [0, *itertools.accumulate(sizes)]
-    group = [k for k, size in enumerate(sizes) for _ in range(size)]
-    if ungraded:
-        tasks = [
-            GradeTask.of(
-                selected[group[i]].prompt, one.text, i - starts[group[i]], len(one.token_ids), one.finish_reason
-            )
-            for i, one in ((i, completions[i]) for i in ungraded)
-        ]
-        graded |= zip(ungraded, grader.grade(tasks), strict=True)
+    places = [(k, i) for k, size in enumerate(sizes) for i in range(size)]  # of each completion: group, and index in it
+    tasks = {
+        position: GradeTask.of(selected[k].prompt, one.text, i, len(one.token_ids), one.finish_reason)
+        for position, (one, (k, i)) in enumerate(zip(completions, places, strict=True))
+        if position not in graded
+    }
+    if tasks:
+        graded |= zip(tasks, grader.grade([*tasks.values()]), strict=True)
     grades = [graded[i] for i in range(len(completions))]
     groups = []
     for position, item in enumerate(selected):

@@ -17,8 +17,7 @@ from dppo_megatron.types import UNSAMPLED, FloatArray, Grade, Group, IntArray, R
 
 FACTS = ("parsed_share", "boxed_share")
 """Facts of the `math` grader. They are null in a step where no grading has them, so that the columns always exist."""
-_SHOWN = 5
-"""How many different failures of one call are logged one by one."""
+_SHOWN = 5  # different failures of one call that are logged one by one
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,7 @@ it was given) of the one being graded, or NONE; when that was begun, by the mono
 and how many were begun. The trainer writes the last: the position at which the process stops. It takes samples back by
 lowering LIMIT; a sample that is begun at that moment is graded twice, and the first answer counts."""
 NONE = -1
-CANNOT_ANSWER = 74
-"""Exit code of a process that cannot write its answers."""
+CANNOT_ANSWER = 74  # exit code of a process that cannot write its answers
 _BOARD_BYTES = 32
 
 

@@ -1,8 +1,5 @@
-"""Graders in processes that can be killed: a grader that hangs or crashes costs one sample, not the run.
-
-Math graders parse what a model wrote, and some inputs make them run for ever or crash their interpreter. A hang inside
-C code cannot be interrupted from within the process, so each sample has a deadline, after which its process is killed
-and replaced. Such a grading is a failure with a reason, and never a reward of 0.
+"""Graders in processes that can be killed: a grader that hangs or crashes costs one sample, not the run. A hang inside
+C code cannot be interrupted from within a process, so each sample has a deadline, after which its process is replaced.
 
 Samples of all calls wait in one queue. A lane is a thread with a process. It takes samples in chunks of about 20 ms of
 work at the speed measured so far, since most gradings cost less than a message. Each sample still has its own deadline,
@@ -44,19 +41,13 @@ from dppo_megatron.types import Grade, GradeTask, UserError
 
 _log = logging.getLogger(__name__)
 
-_START_S = 120.0
-"""How long a process may take to import the grader's module."""
-_SLOW_S = 0.05
-"""When a sample takes longer than this, those behind it are put back for other lanes."""
-_EXIT_S = 0.5
-"""How long a process may take to end after its pipe was closed."""
-_MAX_STARTS = 3
-"""After this many failed starts in a row a lane gives up. If no process has ever started, the first failure raises."""
-_LATE_S = 5.0
-"""How long after twice the time limit a process that keeps deadlines itself may answer: the machine may be busy."""
+_START_S = 120.0  # for a process to import the grader's module
+_SLOW_S = 0.05  # when a sample takes longer, those behind it are put back for other lanes
+_EXIT_S = 0.5  # for a process to end after its pipe was closed
+_MAX_STARTS = 3  # failed starts in a row of a lane; if no process has ever started, the first failure raises
+_LATE_S = 5.0  # beyond twice the time limit, for a process that keeps deadlines itself: the machine may be busy
 _GRADES = msgspec.msgpack.Decoder(list[Grade])
-_NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)
-"""Raised when a process writes something other than answers."""
+_NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)  # a process writes something other than answers
 
 
 class Lane:
@@ -65,14 +56,11 @@ class Lane:
     def __init__(self, pool: GradingQueue) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
-        self.chunk: list[Queued] = []
-        """The samples it has taken and neither settled nor put back; `GradingQueue.take` fills it."""
-        self._open: dict[int, Queued] = {}
-        """Position among all samples that the process was given -> a sample that it has not answered yet."""
+        self.chunk: list[Queued] = []  # samples taken by `GradingQueue.take`, neither settled nor put back
+        self._open: dict[int, Queued] = {}  # position among all that it was given -> a sample without an answer
         self._is_busy = False
         """The process has not finished its chunk, perhaps with none open: samples may be put back once begun."""
-        self._active_s = 0.0
-        """When the process last sent a message, or was given samples while none was open."""
+        self._active_s = 0.0  # when the process last sent a message, or was given samples while none was open
         self.thread = threading.Thread(target=self._run, name="grades", daemon=True)
         self.thread.start()
 

@@ -17,8 +17,7 @@ from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Grader, deciding_reward
 from dppo_megatron.types import REWARD_ROUNDING, Grade, GradeTask, Prompt, UserError, is_correct
 
-MOST_REFERENCES = 2000
-"""Most references of a set that are checked, evenly spread: 0.1 s of cheap gradings; 99 % is known to 0.2 points."""
+MOST_REFERENCES = 2000  # of a set, evenly spread: 0.1 s of cheap gradings; 99 % is known to 0.2 points
 _SHOWN = 10
 _UNREAD_SHOWN = 5
 _BATCH = 256

@@ -24,12 +24,9 @@ from dppo_megatron.types import Grade, GradeTask
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_S = 0.02
-"""Work in a chunk. Between two chunks a process is idle for some 0.2 ms, 1 % of this."""
-LOOK_S = 0.02
-"""How often to check for samples that may be graded now, when a process or the pace had no room for all of them."""
-_CHUNK_CHARACTERS = 4 << 20
-"""Most characters of the completions in a chunk, which is pickled and sent as a whole."""
+_CHUNK_S = 0.02  # of work in a chunk: between two chunks a process is idle for some 0.2 ms, 1 % of this
+LOOK_S = 0.02  # between checks for samples that may be graded now, if a process or the pace had no room for all
+_CHUNK_CHARACTERS = 4 << 20  # most of the completions in a chunk, which is pickled and sent as a whole
 
 
 class Batch:
@@ -40,8 +37,7 @@ class Batch:
         self.grades: list[Grade | None] = [None] * len(tasks)
         self.missing = len(tasks)
         self.future: Future[list[Grade]] = Future()
-        self._rows: dict[int, bytes] = {}
-        """`id` of a row -> its pickle. The completions of a group share a row."""
+        self._rows: dict[int, bytes] = {}  # `id` of a row, which the completions of a group share -> its pickle
 
     def row(self, row: Mapping[str, Any]) -> bytes:
         """The row's pickle; empty for an empty row. Raises what pickle raises."""
@@ -96,8 +92,7 @@ class Pace:
         self._burst = max(1, int(per_minute / 60))
         # a burst, and then one every `_every_s`: `per_minute` in any minute
         self._every_s = 60 / (per_minute - self._burst + 1) if self._limits else 0.0
-        self._full_at_s = clock()
-        """When a full burst is allowed again."""
+        self._full_at_s = clock()  # when a full burst is allowed again
 
     def free(self) -> int:
         """How many may begin now."""
@@ -135,8 +130,7 @@ class GradingQueue:
         self._pace = pace or Pace(0)
         self.sends_context = True
         """Whether any of the functions needs the row or the prompt; their processes report it when they start."""
-        self.mode: Mode = "each"
-        """How they grade, reported at their start too."""
+        self.mode: Mode = "each"  # reported too
         self.has_started = False
         self.seconds_each = 0.001
         """Of a grading: a running geometric mean over the chunks, which one slow sample in a hundred barely moves."""

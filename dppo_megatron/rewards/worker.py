@@ -30,25 +30,13 @@ import msgspec
 
 from dppo_megatron.children import die_with_parent
 from dppo_megatron.frames import framed, read_frame
+from dppo_megatron.rewards import messages
 from dppo_megatron.rewards.calling import Sample
 from dppo_megatron.rewards.functions import Rewards
-from dppo_megatron.rewards.messages import (
-    AT,
-    BEGUN,
-    CANNOT_ANSWER,
-    LIMIT,
-    NONE,
-    SINCE_NS,
-    Answers,
-    GraderReady,
-    Message,
-    NoStart,
-    map_board,
-)
+from dppo_megatron.rewards.messages import AT, BEGUN, LIMIT, NONE, SINCE_NS, Answers, GraderReady, NoStart
 from dppo_megatron.texts import LONGEST_ENTRY, shortened
 
-_FLUSH_NS = 5_000_000
-"""Answers are collected for about 5 ms: writing them and waking the trainer costs a hundredth of that."""
+_FLUSH_NS = 5_000_000  # for which answers are collected: writing them and waking the trainer costs 1 % of that
 
 
 def main() -> None:
@@ -59,7 +47,7 @@ def main() -> None:
         return
     setup = pickle.loads(first)
     _limit_harm(setup)
-    board = map_board(setup["board"])
+    board = messages.map_board(setup["board"])
     os.close(setup["board"])
     sys.path[:] = setup["path"]
     try:
@@ -263,12 +251,12 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard < 0 else min(wanted, hard), hard))
 
 
-def _send(answers: IO[bytes], message: Message) -> None:
+def _send(answers: IO[bytes], message: messages.Message) -> None:
     try:
         answers.write(framed(msgspec.msgpack.encode(message)))
         answers.flush()
     except OSError:  # the trainer has ended, or a grader has closed every file that it found
-        os._exit(CANNOT_ANSWER)
+        os._exit(messages.CANNOT_ANSWER)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ from dppo_megatron.rewards.math.units import Unit
 
 Node = tuple[Any, ...]
 
-ANY_WHOLE: Node = ("s", "_")
-"""A variable that stands for every whole number: 3 modulo 5 is 5 _ + 3."""
+ANY_WHOLE: Node = ("s", "_")  # stands for every whole number: 3 modulo 5 is 5 _ + 3
 INFINITY: Node = ("c", "inf")
 PI: Node = ("c", "pi")
-TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
-"""The relation read from right to left."""
+TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}  # the relation read from right to left
 
 
 class Unreadable(Exception):

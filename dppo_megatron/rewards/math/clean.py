@@ -14,8 +14,8 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
+from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Unreadable
-from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import MONTHS
 
 # pairs: a sign, and its spelling here

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
-from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
-from dppo_megatron.rewards.math.equality import same
+from dppo_megatron.rewards.math.equality import Rules, equal_nodes, equal_values, same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
-from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
-from dppo_megatron.rewards.math.values import Rules, equal_nodes, equal_values
 
 _ARTICLES = {"the", "a", "an"}
+_UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
 _HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
 _NUMBERED = regex(
     r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
 )
 _RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
-_EACH = 6
-"""Operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000 comparisons."""
-
+_EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
@@ -45,11 +42,8 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
         other = _as_grid(other, gold)
     if isinstance(other, AnswerList) and other.kind == "grid":
         gold = _as_grid(gold, other)
-    for kind, compared in _BY_KIND:
-        if isinstance(gold, kind) or isinstance(other, kind):
-            return compared(gold, other, rules)
-    assert isinstance(gold, Value) and isinstance(other, Value)
-    return equal_values(gold, other, rules)
+    kind = next(kind for kind in _BY_KIND if isinstance(gold, kind) or isinstance(other, kind))
+    return _BY_KIND[kind](gold, other, rules)
 
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
@@ -131,10 +125,9 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
         pairs = zip(gold.sides, other.sides, strict=False)
         return gold.ops == other.ops and all(equal_nodes([pair], rules.exact()) for pair in pairs)
     chain, plain = (gold, other) if isinstance(gold, answers.Relation) else (other, gold)
-    assert isinstance(chain, answers.Relation)
-    *before, last = chain.sides
-    if not isinstance(plain, Value) or set(chain.ops) != {"="}:
+    if not isinstance(chain, answers.Relation) or not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
+    *before, last = chain.sides
     if chain is other and symbols(plain.node) | symbols(last):
         return False
     names = "*/" if chain is gold else "*/+-" if last != ("n", 0) else ""  # x + y = 0 is a line
@@ -195,15 +188,16 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     """Whether `value` is the point as a sum of unit vectors: 2 i - 3 j is (2, -3), also as a column or a row."""
-    letters = tuple(f"hat:{letter}" for letter in "ijk")
     rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
-    is_line = min(len(rows), *map(len, rows)) == 1 if rows else True
     items = [*itertools.chain(*rows)] or point.items
     sides = [item.node for item in items if isinstance(item, Value)]
-    if not is_line or len(sides) < len(items) or symbols(value.node) & set(letters) != set(letters[: len(sides)]):
+    letters = sorted(_UNIT_VECTORS)[: len(items)]
+    if not len(items) == len(sides) == len(letters) or letters != sorted(symbols(value.node) & _UNIT_VECTORS):
         return False
-    parts: list[Node] = [("*", ("s", letter), side) for letter, side in zip(letters, sides, strict=False)]
-    return equal_nodes([(functools.reduce(lambda one, two: ("+", one, two), parts), value.node)], rules)
+    total: Node = ("n", Fraction(0))
+    for letter, side in zip(letters, sides, strict=True):
+        total = ("+", total, ("*", ("s", letter), side))
+    return equal_nodes([(total, value.node)], rules)
 
 
 def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -> bool:
@@ -281,8 +275,7 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
     return _one_to_one(left.pieces, right.pieces, rules.exact())
 
 
-def _pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
-    assert isinstance(gold, answers.Piece) and isinstance(other, answers.Piece)
+def _pieces(gold: answers.Piece, other: answers.Piece, rules: Rules) -> bool:
     if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
         return False
     return equal_nodes([(gold.low, other.low), (gold.high, other.high)], rules)
@@ -300,10 +293,9 @@ def _as_grid(answer: Answer, like: AnswerList) -> Answer:
     return AnswerList("grid", tuple(AnswerList("tuple", row) for row in rows))
 
 
-def _words(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if not isinstance(gold, answers.Words) or not isinstance(other, answers.Words):
-        return False
-    return _folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text)
+def _words(gold: Any, other: Any, rules: Rules) -> bool:
+    are_words = isinstance(gold, answers.Words) and isinstance(other, answers.Words)
+    return are_words and (_folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text))
 
 
 def _folded(text: str) -> str:
@@ -332,11 +324,12 @@ def _answers(gold: str, other: str) -> bool:
     return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 
-_BY_KIND: tuple[tuple[type, Callable[[Answer, Answer, Rules], bool]], ...] = (
-    (answers.Piece, _pieces),
-    (Named, _named),
-    (answers.Intervals, _spans),
-    (AnswerList, _rows),
-    (answers.Words, _words),
-    (answers.Relation, _relations),
-)
+_BY_KIND: dict[type, Callable[[Any, Any, Rules], bool]] = {
+    answers.Piece: _pieces,
+    Named: _named,
+    answers.Intervals: _spans,
+    AnswerList: _rows,
+    answers.Words: _words,
+    answers.Relation: _relations,
+    Value: equal_values,
+}

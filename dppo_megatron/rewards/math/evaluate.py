@@ -1,8 +1,6 @@
 """The value of a tree at given values of its variables, in a bounded number of operations.
 
 Numbers stay fractions as long as possible; irrational ones are computed to many digits (mpmath, imported on first use).
-No clock is used: each operation is charged to the grading's `WorkLimit`, and one that costs more than is left, or whose
-result has more digits than are worth computing, raises `TooBig`.
 """
 
 from __future__ import annotations
@@ -17,17 +15,12 @@ from typing import Any
 
 from dppo_megatron.rewards.math.answers import Node, symbols
 
-Point = Mapping[str, Fraction]
-"""Values of variables."""
+Point = Mapping[str, Fraction]  # values of variables
 _MAX_BITS = 40_000
 _MAX_FACTORIAL = 3000
-_ALONE = 1000
-"""Operations for one constant while a text is read, which contains a few hundred of them at most."""
-WORK = 20_000
-"""Operations of one grading: about 30 ms."""
-
-_MOST_SUMS = 8
-"""Most sums nested in each other: deep calls cost more, and 30 nested sums took 0.12 s, where WORK is 0.03 s."""
+_ALONE = 1000  # operations for one constant while a text is read, which contains a few hundred of them at most
+WORK = 20_000  # operations of one grading: about 30 ms
+_MOST_SUMS = 8  # nested in each other: deep calls cost more, and 30 nested sums took 0.12 s, where WORK is 0.03 s
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
 _GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
@@ -46,12 +39,10 @@ class Discrete(Exception):
 
 
 class WorkLimit:
-    """The operations that a grading may still use."""
+    """The operations that a grading may still use, and whether a comparison could not be decided."""
 
     def __init__(self, left: int = WORK) -> None:
-        self.left = left
-        self.has_doubt = False
-        """Whether a comparison could not be decided."""
+        self.left, self.has_doubt = left, False
 
     def spend(self, operations: int = 1) -> None:
         """Raises TooBig if fewer operations are left, and in every later call."""
@@ -102,15 +93,11 @@ class Evaluation:
         self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
         """Relative to the terms: values that differ by less may be equal. 20 digits are left for rounding errors."""
-        self.has_branch = False
-        """Whether a root, power or logarithm of a number that is not positive was taken, which has several values."""
-        self.largest: Any = 0
-        """The largest term of all sums, by which a difference of nearly equal ones is judged."""
-        self.bits = 0
-        """Length of the longest fraction that was rounded."""
+        self.has_branch = False  # a root or logarithm of a number that is not positive was taken: it has several values
+        self.largest: Any = 0  # term of all sums, by which a difference of nearly equal ones is judged
+        self.bits = 0  # length of the longest fraction that was rounded
+        self.is_outside = False  # a factorial or binomial was evaluated where it is not defined
         self._sums_around = 0
-        self.is_outside = False
-        """Whether a factorial or binomial was evaluated where it is not defined."""
 
     def of(self, node: Node) -> Any:
         """A Fraction if the value is exact, else a number of mpmath."""
@@ -118,9 +105,7 @@ class Evaluation:
         kind = node[0]
         if kind == "n":
             return node[1]
-        if kind == "s":
-            if node[1] not in self.values:
-                raise Undefined(node[1])
+        if kind == "s" and node[1] in self.values:
             return self.values[node[1]]
         if kind == "-":
             return -self.of(node[1])
@@ -128,11 +113,13 @@ class Evaluation:
             return self._operation(kind, self.of(node[1]), self.of(node[2]))
         if kind == "^":
             return self._power(node[1], node[2])
-        if kind == "c":
-            if node[1] == "inf":
-                raise Undefined("infinite")
+        if kind == "c" and node[1] != "inf":
             return self._arithmetic.j if node[1] == "i" else +getattr(self._arithmetic, node[1])
-        return self._function(node[1], [self.of(part) for part in node[2:]]) if kind == "f" else self._big(node)
+        if kind == "f":
+            return self._function(node[1], [self.of(part) for part in node[2:]])
+        if kind == "big":
+            return self._big(node)
+        raise Undefined(node[1])
 
     def lift(self, value: Any) -> Any:
         """`value` as a number of mpmath; a fraction is rounded."""
@@ -222,13 +209,17 @@ class Evaluation:
 
     def _function(self, name: str, values: list[Any]) -> Any:
         fractions = all(isinstance(value, Fraction) for value in values)
-        if name in ("max", "abs"):
+        if name == "abs":
+            return abs(values[0])
+        if name == "max":
             values = values if fractions else [self.lift(value) for value in values]
-            if name == "max" and any(value.imag for value in values):
+            if any(value.imag for value in values):
                 raise Undefined("order of complex numbers")
-            return max(value.real for value in values) if name == "max" else abs(values[0])
+            return max(value.real for value in values)
         if name == "floor":
             return self._floor(values[0])
+        if name == "ln":
+            return self._ln(self.lift(values[0]))
         if name not in _OF_WHOLES:
             return self._transcendental(name, self.lift(values[0]))
         if not fractions:
@@ -242,8 +233,6 @@ class Evaluation:
         return self._of_wholes(name, *map(int, values))
 
     def _transcendental(self, name: str, value: Any) -> Any:
-        if name == "ln":
-            return self._ln(value)
         if name not in _TRANSCENDENTAL:
             raise Undefined(name)
         self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1

@@ -1,11 +1,5 @@
-"""Finds the final answer in a completion.
-
-Marks, in this order: the last `\\boxed{}` (`\\fbox{}`), `<answer>...</answer>`, `#### x`, "the answer is x" at the end,
-and an equation that ends the text as a whole sentence (`... = 12.`). If a stronger mark is broken (an unterminated or
-empty box), there is no answer. Earlier or weaker marks are then not searched, so that a truncated completion is not
-rewarded for a guess that it had given up. Everything here is one pass over the text: 1 MB of braces takes well under a
-second.
-"""
+"""Finds the final answer in a completion, in one pass over the text. If a mark is broken, earlier and weaker ones are
+not searched: a truncated completion is not rewarded for a guess that it had given up."""
 
 from __future__ import annotations
 
@@ -13,11 +7,10 @@ import itertools
 import re
 from typing import NamedTuple
 
-from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.units import DOUBTS
 
-MAX_ANSWER_CHARS = 4000
-"""A final answer longer than this is not graded: no reference is as long, and parsing takes more than linear time."""
+_MAX_CHARS = 4000  # of an answer: no reference is as long, and parsing takes more than linear time
 
 
 class Extraction(NamedTuple):
@@ -25,7 +18,7 @@ class Extraction(NamedTuple):
 
     parts: tuple[str, ...]
     """The final answer; several for boxes side by side (`\\boxed{1}` and `\\boxed{2}`); empty if there is none."""
-    mark: str
+    mark: str = ""
     """`box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer."""
     why: str = ""
     """Why there is no answer."""
@@ -94,21 +87,21 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
         return found
     if "<answer>" in text:
         inside, end, _ = text.rpartition("<answer>")[2].partition("</answer>")
-        return _found(inside, "tag") if end else Extraction((), "", "the last <answer> is not closed")
+        return _found(inside, "tag") if end else Extraction((), why="the last <answer> is not closed")
     if hashes := _HASHES.findall(text):
         return _found(hashes[-1].strip().strip("*"), "####")
     if strict:
-        return Extraction((), "", "no final answer")
+        return Extraction((), why="no final answer")
     tail = _END_OF_TURN.sub("", text[-2000:])  # an answer that is stated earlier is not at the completion's end
-    return _stated(tail) or _last_equation(tail) or Extraction((), "", "no final answer")
+    return _stated(tail) or _last_equation(tail) or Extraction((), why="no final answer")
 
 
 def _found(answer: str, mark: str) -> Extraction:
     answer = answer.strip(" \n\r")  # a tab or a form feed may be the start of a command, read as an escape
     if not answer.strip():
-        return Extraction((), "", f"the final answer ({mark}) is empty")
-    if len(answer) > MAX_ANSWER_CHARS:
-        return Extraction((), "", f"the final answer has {len(answer)} characters")
+        return Extraction((), why=f"the final answer ({mark}) is empty")
+    if len(answer) > _MAX_CHARS:
+        return Extraction((), why=f"the final answer has {len(answer)} characters")
     return Extraction((answer,), mark)
 
 
@@ -116,7 +109,7 @@ def _from_boxes(text: str) -> Extraction | None:
     """The last box, or the row of boxes at the end; None if there is none, or `\\boxed` is only mentioned."""
     marks = list(itertools.islice(_BOX.finditer(text), _MAX_BOXES + 1))
     if len(marks) > _MAX_BOXES:
-        return Extraction((), "", f"more than {_MAX_BOXES} boxes")
+        return Extraction((), why=f"more than {_MAX_BOXES} boxes")
     closed_at, open_braces = {}, []  # where a brace's content begins -> where it is closed
     for brace in _BRACE.finditer(text, marks[0].start()) if marks else ():
         if brace.group() == "{":
@@ -139,7 +132,7 @@ def _from_boxes(text: str) -> Extraction | None:
             boxes.append((mark.start(), content, end))
     if end is None:
         return None
-    return _joined(text, boxes) if end >= 0 else Extraction((), "", "the last box is not closed")
+    return _joined(text, boxes) if end >= 0 else Extraction((), why="the last box is not closed")
 
 
 def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
@@ -169,20 +162,20 @@ def _stated(tail: str) -> Extraction | None:
     if last is None:
         return None
     if _DOUBTED.search(tail, max(0, last.start() - 100), last.start()):
-        return Extraction((), "", "the stated answer is in doubt")
+        return Extraction((), why="the stated answer is in doubt")
     rest = tail[last.end() :]
     is_money = re.match(r"\$-?[\d.,]+(?![^$\n]*\$)", rest) is not None
     rest = rest.replace("\\$", "\\ ")  # a dollar sign within mathematics does not end it
     if (marked := _FORMULA.match(rest)) and not is_money:
         answer, behind = marked["inside"] + (marked["unit"] or ""), rest[marked.end() :]
     elif rest.startswith(("$", "\\(", "\\[")) and not is_money:
-        return Extraction((), "", "the stated answer is not closed")
+        return Extraction((), why="the stated answer is not closed")
     else:
         sentence = _SENTENCE_END.search(rest)
         stop = sentence.start() if sentence else len(rest)
         answer, behind = rest[:stop], rest[stop:]
     if not _STATED_TAIL.fullmatch(behind):
-        return Extraction((), "", "the text goes on after the stated answer")
+        return Extraction((), why="the text goes on after the stated answer")
     return _found(answer.strip().strip("*"), "stated")
 
 

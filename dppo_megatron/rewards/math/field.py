@@ -3,8 +3,7 @@
 Two different rational functions agree there with a probability of about degree / 2^250. In trees with steps (floor,
 absolute value, maximum), everything that is not a rational function is treated as a letter of its own, with rules that
 hold everywhere: floor(u + 3) is floor(u) + 3; |u| is u or -u, and all combinations of signs are tried, unless u is a
-sum of squares, for example. So |x - 5| is not 5 - x, which it equals at every point below 5, and no point has to be
-found where a function changes its branch. What these rules do not imply is not proved, as |x^2 - x + 1| = x^2 - x + 1.
+sum of squares, for example. What these rules do not imply is not proved, as |x^2 - x + 1| = x^2 - x + 1.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ if TYPE_CHECKING:
     from random import Random
 
 _SECRET = os.urandom(16)
-_SMALL = 1 << 90
-"""A quotient of numbers below this counts as a constant: a random residue is one with a probability of 2^-70."""
+_SMALL = 1 << 90  # a quotient of numbers below it counts as a constant: a residue is one with a probability of 2^-70
 _MAX_SIGNS = 10
-_SQUARE_POINTS = 12
-"""Points at which it is tested whether a value is a square: one that is not has no root at some of them."""
+_SQUARE_POINTS = 12  # at which it is tested whether a value is a square: one that is not has no root at some of them
 
 
 class _NotRational(Exception):
@@ -151,14 +148,13 @@ class _FieldPoint:
     def __init__(self, part: int, has_letters: bool, is_gaussian: bool, work: WorkLimit) -> None:
         self._place, self._has_letters, self._work = f"{part}", has_letters, work
         self._prime = _prime(is_gaussian)
-        self._start()
-        self._path: list[int] = []
-        """The combination of signs that is tried: for each value of unknown sign, in the order in which they occur."""
+        self._signs, self._taken, self._wholes = [(1, 1)], 0, [(0, 0)]
+        self._path: list[int] = []  # the signs that are tried, of values of unknown sign in order of occurrence
 
     def agree(self, gold: Node, other: Node) -> bool:
         """Whether both trees have the same value, for every combination of signs that there may be."""
         while True:
-            self._start()
+            self._signs, self._taken, self._wholes = [(1, 1)], 0, [(0, 0)]
             if self._of(gold) != self._of(other):
                 return False
             while self._path and self._path[-1] < 0:
@@ -170,10 +166,6 @@ class _FieldPoint:
     def has_root(self, node: Node) -> bool:
         """Whether its value is a square."""
         return pow(self._of(node), self._prime // 2, self._prime) == 1
-
-    def _start(self) -> None:
-        self._signs, self._taken = [(1, 1)], 0
-        self._wholes = [(0, 0)]
 
     def _of(self, node: Node) -> int:
         self._work.spend()

@@ -16,24 +16,22 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import equal
+from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
-from dppo_megatron.rewards.math.extract import Extraction, extract
+from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
-from dppo_megatron.rewards.math.numbers import stated_digits, with_digits
-from dppo_megatron.rewards.math.patterns import regex
 from dppo_megatron.rewards.math.read import read_answer
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, as_words, whole_letters, without_clauses, without_sentence
-from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit
-from dppo_megatron.rewards.math.values import Rules
+from dppo_megatron.rewards.math.special import IN_TEXT, plain_words, whole_letters, without_clauses, without_sentence
+from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
 
-_MAX_BOXES = 8
-"""Up to so many boxes are also compared one by one."""
+_MAX_BOXES = 8  # so many are also compared one by one
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # with the reference 5 \text{mL}, 5mL is no product
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
@@ -47,7 +45,7 @@ _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
-
+_NO_SIGNS = regex(r"[a-z0-9.:' -]+")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 _STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
 _SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
@@ -58,38 +56,36 @@ def grade_math(
 ) -> Grade:
     """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may have `tolerance`, `unit`
     and `source`, which decide how its reference is compared."""
-    return _grade(extract(_begun(completion, prompt, finish_reason)), answer, row)
+    return _grade(completion, answer, row, prompt, finish_reason)
 
 
 def grade_math_boxed(
     completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
 ) -> Grade:
     """As `grade_math`, but only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
-    return _grade(extract(_begun(completion, prompt, finish_reason), strict=True), answer, row)
+    return _grade(completion, answer, row, prompt, finish_reason, strict=True)
 
 
 def is_read(answer: str) -> bool:
     """Whether a reference is understood. If not, an answer is right only if it is written in the same way."""
-    try:
+    with suppress(Unreadable, RecursionError, ArithmeticError, ValueError):
         reference = _reference(answer)
         return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, ""))
-    except (Unreadable, RecursionError, ArithmeticError, ValueError):
-        return False
+    return False
 
 
-def _begun(completion: str, prompt: str, finish_reason: str) -> str:
-    """With the prompt's `<think>` if it was cut off. Base models that end by themselves never close that tag."""
-    is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
-    return f"<think>{completion}" if is_cut_off else completion
-
-
-def _grade(found: Extraction, answer: str, row: Mapping[str, Any]) -> Grade:
+def _grade(
+    completion: str, answer: str, row: Mapping[str, Any], prompt: str, finish_reason: str, *, strict: bool = False
+) -> Grade:
     from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
 
+    # base models that end by themselves never close the prompt's tag
+    is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
+    found = extract(f"<think>{completion}" if is_cut_off else completion, strict=strict)
     if not found.parts:
         return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
     boxed = 0.0 if found.mark in ("stated", "equation") else 1.0
-    text = found.parts[0] if len(found.parts) == 1 else ", ".join(found.parts)
+    text = ", ".join(found.parts)
     if text == answer:
         return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
     verdict, why = _compare(answer, text, row)
@@ -128,7 +124,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
-        theirs = as_words(other) or theirs
+        theirs = Words(plain) if _NO_SIGNS.fullmatch(plain := plain_words(other)) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
@@ -166,19 +162,19 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
     (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one; an
     excluded value may follow an expression (`x \\ne 0`)."""
-    if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
+    items = answer.items if isinstance(answer, AnswerList) else ()
+    if isinstance(answer, AnswerList) and count == 1 and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
-    grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
-    for spelled in (re.sub(r",(?!0\d)", ", ", text), grouped):
-        read = _read(spelled)[0] if _GROUPED.search(text) else None
-        if read is not None and _count(read) == count:
-            return read
-    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
-        excluded = answer.items[1]
-        return answer.items[0] if isinstance(excluded, Intervals) and excluded.name else answer
-    return answer
+    if _GROUPED.search(text):
+        grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
+        for spelled in (re.sub(r",(?!0\d)", ", ", text), grouped):
+            read = _read(spelled)[0]
+            if read is not None and _count(read) == count:
+                return read
+    is_expression = count == 1 and len(items) == 2 and "\\ne" in text and isinstance(items[1], Intervals)
+    return items[0] if is_expression else answer
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
@@ -193,12 +189,7 @@ def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) ->
 
 def _states(gold: str, other: str, problem: str) -> bool:
     """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
-    opposite, or, for a question of who or which, the word that it begins with.
-
-    Example:
-        >>> _states("the function is odd", "odd", ""), _states("ann will serve first", "ann", "Who serves first?")
-        (True, True)
-    """
+    opposite, or, for a question of who or which, the word that it begins with."""
     words = gold.split()
     if len(words) < 3 or not DOUBTS.isdisjoint(words):
         return False
@@ -214,12 +205,8 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
 
     A choice may be followed by its value: mathematics, or what the problem offers under that letter. A lower-case
     letter is a choice only if the problem, if known, offers it; a capital one always, or it may be a point or a matrix.
-
-    Example:
-        >>> _same_choices("A, C", "AC", ""), _same_choices("C", "c) 12", ""), _same_choices("C", "(C) is wrong", "")
-        (True, True, False)
     """
-    gold, theirs = (without_sentence(WRAPPED_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
+    gold, theirs = (without_sentence(IN_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
     if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
         led = _CHOICE.fullmatch(theirs)
         if led is None or led[1].upper() != letter[1]:

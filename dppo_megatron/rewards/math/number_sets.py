@@ -14,11 +14,9 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate, rational
 from dppo_megatron.rewards.math.parse import parse
 
 _MAX_MEMBERS = 50
-_OPERATIONS = 150
-"""For one end of an interval or one linear inequality: a list may have hundreds of them."""
+_OPERATIONS = 150  # for one end of an interval or one linear inequality: a list may have hundreds of them
 MINUS_INFINITY: Node = ("-", answers.INFINITY)
-_End = tuple[Fraction | float, bool]
-"""A number, and whether the end lies just above it, as open lower and closed upper ends do."""
+_End = tuple[Fraction | float, bool]  # a number, and whether the end is just above it, as open low and closed high ones
 
 
 def read_inequality(sides: list[str], ops: list[str]) -> Answer:
@@ -34,8 +32,8 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
         if middle[0] == "s" and middle[1] not in symbols(low) | symbols(high):
             return answers.Intervals((answers.Piece(low, ops[0] == "\\le", high, ops[1] == "\\le"),), middle[1])
         ends = _solved(low, ops[0], middle), _solved(middle, ops[1], high)
-        if ends[0] and ends[1] and not symbols(low) | symbols(high) and (both := intersection(ends[0], ends[1])):
-            return both
+        if not symbols(low) | symbols(high):
+            return intersection(*ends) or relation
     return relation
 
 
@@ -47,18 +45,13 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
         if bound is not None and bound >= 0:
             above = _solved(one[2], relation, ("n", bound))
             below = _solved(one[2], answers.TURNED[relation], ("n", -bound))
-            if above is None or below is None:
-                return None
-            inside = relation in ("<", "\\le")
-            return intersection(above, below) if inside else answers.Intervals(above.pieces + below.pieces, above.name)
+            if relation in ("<", "\\le"):
+                return intersection(above, below)
+            return above and below and answers.Intervals(above.pieces + below.pieces, above.name)
     difference: Node = ("+", left, ("-", right))
-    names = symbols(difference)
-    if len(names) != 1:
-        return None
-    (name,) = names
-    work = WorkLimit(_OPERATIONS)
+    work, name = WorkLimit(_OPERATIONS), "".join(symbols(difference))
     offset, next_ = (rational(difference, {name: Fraction(point)}, work) for point in (0, 1))
-    if offset is None or next_ is None or next_ == offset:
+    if offset is None or next_ is None or next_ == offset:  # also with several variables
         return None
     slope = next_ - offset
     if not same(difference, ("+", ("*", ("n", slope), ("s", name)), ("n", offset)), work):
@@ -88,19 +81,16 @@ def half_lines(answer: Answer) -> list[Answer]:
 
 def as_spans(answer: Answer | None) -> answers.Intervals | None:
     """The answer as a set of real numbers, if it can be one: a pair as an open interval, numbers as points."""
-    if isinstance(answer, answers.Intervals):
-        return answer
     if isinstance(answer, answers.Named):
         return as_spans(answer.value)
     if isinstance(answer, Value):
         return answers.Intervals((answers.Piece(answer.node, True, answer.node, True),))
     if not isinstance(answer, AnswerList):
-        return None
+        return answer if isinstance(answer, answers.Intervals) else None
     if answer.kind == "tuple":
         ends = [item.node for item in answer.items if isinstance(item, Value)]
-        if not len(ends) == len(answer.items) == 2:
-            return None
-        return answers.Intervals((answers.Piece(ends[0], False, ends[1], False),))
+        is_pair = len(ends) == len(answer.items) == 2
+        return answers.Intervals((answers.Piece(ends[0], False, ends[1], False),)) if is_pair else None
     if answer.kind == "set" and any(isinstance(item, AnswerList) for item in answer.items):
         return None  # points of the plane, for example
     parts = [part for part in map(as_spans, answer.items) if part is not None]
@@ -120,10 +110,11 @@ def normal(spans: answers.Intervals) -> answers.Intervals:
     return replace(both, name=spans.name) if both else spans
 
 
-def intersection(one: answers.Intervals, two: answers.Intervals) -> answers.Intervals | None:
-    """The numbers in both; None if an end is not a number."""
-    left, right = complement(one), complement(two)
-    both = complement(answers.Intervals(left.pieces + right.pieces)) if left and right else None
+def intersection(one: answers.Intervals | None, two: answers.Intervals | None) -> answers.Intervals | None:
+    """The numbers in both; None if there is no other set, or an end is not a number."""
+    if one is None or two is None or (left := complement(one)) is None or (right := complement(two)) is None:
+        return None
+    both = complement(answers.Intervals(left.pieces + right.pieces))
     return both and replace(both, name=one.name or two.name)
 
 
@@ -148,13 +139,13 @@ def whole_members(spans: answers.Intervals, least: float = -math.inf) -> Answer:
     """The whole numbers in a bounded set."""
     members: list[int] = []
     placed = _placed(normal(spans))
-    for low, high, _ in placed or ():
+    if placed is None:
+        raise Unreadable("whole numbers between ends that are not numbers")
+    for low, high, _ in placed:
         first, end = max(low[0], least), high[0]
         if not end - first <= _MAX_MEMBERS:  # with `not`, for the NaN of infinite ends
             raise Unreadable("too many whole numbers")
         members += [x for x in range(math.ceil(first), math.floor(end) + 1) if low < (x, True) and (x, False) < high]
-    if placed is None:
-        raise Unreadable("whole numbers between ends that are not numbers")
     return AnswerList("set", tuple(Value(("n", Fraction(member))) for member in members))
 
 

@@ -1,7 +1,5 @@
-"""Parses LaTeX and plain expressions into trees (`answers.py`), by recursive descent with a bounded depth.
-
-Whatever is not understood raises `Unreadable`: a wrong guess would be a wrong reward.
-"""
+"""Parses LaTeX and plain expressions into trees (`answers.py`), by recursive descent with a bounded depth. Whatever is
+not understood raises `Unreadable`: a wrong guess would be a wrong reward."""
 
 from __future__ import annotations
 
@@ -11,18 +9,17 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
+from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, symbols, walk
 from dppo_megatron.rewards.math.clean import GREEK
-from dppo_megatron.rewards.math.numbers import MAX_DIGITS, MAX_EXPONENT
-from dppo_megatron.rewards.math.patterns import regex
+from dppo_megatron.rewards.math.units import MAX_DIGITS, MAX_EXPONENT
 
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
 
-_FUNCTION_WORDS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log"
+_NAMED = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs floor ceil Re Im arg cis log lg"
+_FUNCTIONS = frozenset(_NAMED.split())
 _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
-_FUNCTIONS = frozenset([*_FUNCTION_WORDS.split(), "lg"])
-_INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
 _LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
 _NAMES = frozenset(_LETTERS.split())
@@ -89,8 +86,7 @@ class _Reader:
         self.position = 0
         self._depth = 0
         self._in_bars = False
-        self._bound: set[str] = set()
-        """Letters that count in a sum or product; there `i` and `e` are letters too."""
+        self._bound: set[str] = set()  # letters that count in a sum or product: there `i` and `e` are letters too
 
     def sum(self) -> Node:
         """Terms separated by + and -."""
@@ -135,9 +131,8 @@ class _Reader:
     def _signed(self, read: Callable[[], Node]) -> Node:
         """`read()` with the signs before it."""
         sign = self._take("+", "-")
-        if not sign:
-            return read()
-        return self._signed(read) if sign == "+" else (sign, self._signed(read))
+        node = self._signed(read) if sign else read()
+        return ("-", node) if sign == "-" else node
 
     def _factor(self) -> Node:
         node = self._primary()
@@ -196,8 +191,7 @@ class _Reader:
         return node
 
     def _bracket(self) -> Node:
-        sign = self._peek()
-        self.position += 1
+        sign = self._take(*_CLOSING)
         inside = self._until(_CLOSING[sign])
         return ("f", "abs", inside) if sign == "|" else inside
 
@@ -210,7 +204,7 @@ class _Reader:
         if name in ("sum", "prod"):
             return self._sum_or_product(name)
         if name in ("lfloor", "lceil"):
-            return _applied(name[1:], self._until("\\r" + name[1:]), None)
+            return _applied(name[1:], self._until("\\r" + name[1:]))
         if name in CURRENCIES:  # before a term, as in $5 + $3
             return self._primary()
         if name in _WORD_CONSTANTS:
@@ -254,8 +248,9 @@ class _Reader:
             parts.append(self.sum())
         if not opening or not self._take(_CLOSING[opening]) or len(parts) > 20:
             raise Unreadable(f"{name} of what?")
-        parts = [("-", part) for part in parts] if name == "min" else sorted(parts, key=repr)
-        return ("-", ("f", "max", *parts)) if name == "min" else ("f", name, *parts)
+        if name == "min":
+            return ("-", ("f", "max", *(("-", part) for part in parts)))
+        return ("f", name, *sorted(parts, key=repr))
 
     def _root(self) -> Node:
         degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
@@ -315,8 +310,8 @@ class _Reader:
             inside = self._bracket()
         else:
             inside = self._signed(functools.partial(self.product, until_function=True))
-        if power == ("-", ONE) and name in _INVERSE:
-            return ("f", _INVERSE[name], inside)
+        if power == ("-", ONE) and name in ("sin", "cos", "tan"):
+            return ("f", f"arc{name}", inside)
         node = _applied(name, inside, base)
         return node if power is None else ("^", node, power)
 
@@ -330,22 +325,19 @@ class _Reader:
 
     def _peek(self) -> str:
         """The next sign, command or run of letters; empty at the end."""
-        self._skip()
+        self._take()
         match = _TOKEN.match(self.text, self.position)
         return match.group() if match else ""
 
     def _take(self, *signs: str) -> str:
-        """If one of `signs` comes next, move behind it and return it; else return ""."""
-        self._skip()
+        """Skip spaces. If one of `signs` comes next, move behind it and return it; else return ""."""
+        while self.text.startswith(" ", self.position):
+            self.position += 1
         for sign in signs:
             if self.text.startswith(sign, self.position):
                 self.position += len(sign)
                 return sign
         return ""
-
-    def _skip(self) -> None:
-        while self.text.startswith(" ", self.position):
-            self.position += 1
 
 
 def _is_number(node: Node) -> bool:
@@ -360,7 +352,7 @@ def _quotient(above: Node, below: Node) -> Node:
     return ("/", above, below)
 
 
-def _applied(name: str, inside: Node, base: Node | None) -> Node:
+def _applied(name: str, inside: Node, base: Node | None = None) -> Node:
     """A function's value, expressed by as few functions as possible: sec is 1 / cos, ceil is by floor."""
     if name == "cis":
         return ("+", ("f", "cos", inside), ("*", ("c", "i"), ("f", "sin", inside)))
@@ -370,8 +362,6 @@ def _applied(name: str, inside: Node, base: Node | None) -> Node:
         return ("-", ("f", "floor", ("-", inside)))
     if name in _RECIPROCALS:
         return ("/", ONE, ("f", _RECIPROCALS[name], inside))
-    if name == "lg":
-        name, base = "log", ("n", Fraction(10))
-    if name != "log":
-        return ("f", name, inside)
-    return ("f", "ln", inside) if base is None else ("/", ("f", "ln", inside), ("f", "ln", base))
+    base = ("n", Fraction(10)) if name == "lg" else base
+    value = ("f", "ln" if name in ("log", "lg") else name, inside)
+    return value if base is None else ("/", value, ("f", "ln", base))

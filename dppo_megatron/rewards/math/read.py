@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
-from dppo_megatron.rewards.math.numbers import MULTIPLIERS, read_number
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
-from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.special import WRAPPED_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import Unit, changes, read_compound, read_unit
+from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_compound, read_number, read_unit
 
 _SEPARATOR = regex(
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -33,6 +31,7 @@ _WITHOUT = regex(r"\\setminus(?![A-Za-z])")
 _COMMA = regex(r"[,;]")
 _ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
 _BAR = regex(r"\||:")
+_COLON = regex(r"\s*:\s*")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
@@ -43,12 +42,10 @@ _GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
 _MONEY = regex(
     rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
 )
-_PARTS = (
-    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
-)
+_PARTS = "max|min(?!u)|cent(?!s)|radius|vert|foc|area|peri|slope|mean|media|quotien|length|width|height|doma|range|ampl"
 _LABEL = regex(
     r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
-    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
+    rf"|\\text\{{\s*((?i:{_PARTS})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
 _NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
@@ -98,7 +95,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return Value(("n", compound[0]), compound[1])
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
-    match = WRAPPED_TEXT.fullmatch(text)
+    match = IN_TEXT.fullmatch(text)
     inner = match[1].strip() if match else ""
     names = _SEPARATOR.split(inner)
     if len(names) > 1 and all(map(_WORD.fullmatch, names)):
@@ -216,8 +213,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
 def _ratio(text: str) -> Answer | None:
     """A ratio: `3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
     parts = _TO.split(text)
-    if len(parts) == 1 or not all(_TERM.fullmatch(part) for part in parts):
-        parts = split_top(text, regex(r"\s*:\s*"))
+    if len(parts) == 1 or not all(map(_TERM.fullmatch, parts)):
+        parts = split_top(text, _COLON)
     if len(parts) == 1 or text.startswith("\\{"):
         return None
     first, *others = map(parse, parts)
@@ -308,7 +305,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
         with contextlib.suppress(Unreadable):
             return _spread(parse_signs(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
-        words = WRAPPED_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
+        words = IN_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
         if tail and re.search("[A-Za-z%]", words):
             found = _with_words(text[: tail.start("unit")].strip(), words)
             if found is not None:
@@ -326,12 +323,13 @@ def _with_words(core: str, words: str) -> Answer | None:
         unit = read_unit(f"{words}s")
     if unit is None:
         return None
-    nodes: list[Node] = [("n", value)] if value is not None else []
-    with contextlib.suppress(Unreadable):
-        nodes = nodes or parse_signs(core)
+    try:
+        nodes = [("n", value)] if value is not None else parse_signs(core)
+    except Unreadable:
+        return None
     if factor != 1:
         nodes = [("*", node, ("n", Fraction(factor))) for node in nodes]
-    return _spread(nodes, unit if unit.words else None) if nodes else None
+    return _spread(nodes, unit if unit.words else None)
 
 
 def _spread(nodes: list[Node], unit: Unit | None) -> Answer:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from dppo_megatron.rewards.math import answers
+from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
-from dppo_megatron.rewards.math.numbers import read_number_words
 from dppo_megatron.rewards.math.parse import ONE, parse
-from dppo_megatron.rewards.math.patterns import regex
-from dppo_megatron.rewards.math.units import DOUBTS
+from dppo_megatron.rewards.math.units import DOUBTS, read_number_words
 
-WRAPPED_TEXT = regex(r"\\text\{([^{}]*)\}")
+IN_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
 _PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
 _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
@@ -44,10 +42,9 @@ _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
     rf"(?:(?P<name>[a-zA-Z])\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
-    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
+    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>[1-9]\d{0,8})\s*+\}?\s*+\)?"
 )
-_MAX_MODULUS = 60
-"""Of a congruence with `\\not`, for which the other residues are listed."""
+_MAX_MODULUS = 60  # of a congruence with `\\not`, for which the other residues are listed
 # conditions in words or by another sign, and their spelling here
 _SPELLED = {
     regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
@@ -58,9 +55,8 @@ _SPELLED = {
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
-    _SPELLED[regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")] = (
-        rf"\1\\mathbb{{R}}_{{{_sign}0}}"
-    )
+    _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
+    _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -103,11 +99,11 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
-    if match := _BASED.fullmatch(WRAPPED_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
+    if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if match := _CLOCK.fullmatch(WRAPPED_TEXT.sub(r"\1", text).strip()):
+    if match := _CLOCK.fullmatch(IN_TEXT.sub(r"\1", text).strip()):
         return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
         residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
@@ -121,7 +117,7 @@ def read_special(text: str, depth: int) -> Answer | None:
 def _residues(text: str, modulus: int, are_excluded: bool) -> Answer | None:
     """The numbers that are congruent to one of the residues in `text`; if `are_excluded`, to none of them."""
     numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
-    residues = {int(number) % modulus for number in numbers} if modulus else set()
+    residues = {int(number) % modulus for number in numbers}
     if are_excluded:
         residues = set(range(modulus)) - residues if modulus <= _MAX_MODULUS else set()
     period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
@@ -147,15 +143,9 @@ def read_words(text: str) -> Answer:
     return answers.Words(plain)
 
 
-def as_words(text: str) -> answers.Words | None:
-    """The text as words, even if it could be read as mathematics; None if it has mathematical signs."""
-    plain = plain_words(text)
-    return answers.Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain) else None
-
-
 def plain_words(text: str) -> str:
     """Without punctuation, but with decimal points and the primes of letters: less than 1.5, point A'."""
-    text = _GROUPING.sub("", WRAPPED_TEXT.sub(r" \1 ", text) if "text" in text else text)
+    text = _GROUPING.sub("", IN_TEXT.sub(r" \1 ", text) if "text" in text else text)
     return " ".join(_PUNCTUATION.sub(" ", text).lower().split())
 
 
