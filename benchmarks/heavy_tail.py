@@ -51,8 +51,8 @@ ARMS = {
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
 """method:prompts:completions:steps:learning rate:async_steps:correction, then settings, each after another colon.
-Batch, rate and steps that did best on the quickstart, of groups of 8 for `dppo`; GRPO also has a larger batch, which spreads a straggler's delay over
-more completions."""
+Batch, rate and steps that did best on the quickstart, of groups of 8 for `dppo`; GRPO also has a larger batch, which
+spreads a straggler's delay over more completions."""
 
 
 def main() -> None:
