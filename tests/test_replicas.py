@@ -46,7 +46,7 @@ from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
-from dppo_megatron.rollout.sync.server_side import ServerSide
+from dppo_megatron.rollout.sync.weight_sync import ServerSide
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
