@@ -72,7 +72,7 @@ MAY_PRINT = {
     "__main__.py": "`interrupted`",
     "workbench/commands/completion.py": "code for a shell, from nothing but our own names",
     "workbench/commands/watch.py": "rich, of texts that went through `one_line`",
-    "rollout/servers/in_engine/dppo_probe.py": "JSON in ASCII, for the process that has asked",
+    "rollout/servers/in_engine/dppo_wire.py": "JSON in ASCII, for the process that has asked",
 }
 _PRINTS = re.compile(r"\bprint\(|(stdout|stderr|_stream)\.write\(|console\.print|\.write\(.*file=|warnings\.warn\(")
 
