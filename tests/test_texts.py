@@ -109,7 +109,7 @@ MAY_WRITE = {
     "steps/first_layers.py": "a temporary directory of mode 700",
     "adapters/pruner.py": "in a checkpoint of the other trainer",
     "steps/trace.py": "what `replacing` has opened",
-    "rollout/serve.py": "rollout.servers.registry_dir, which its user names",
+    "rollout/launched_servers.py": "rollout.servers.registry_dir, which its user names",
     "data/known.py": "where `data --out` says",
     "workbench/quickstart/make.py": "where `quickstart --out` says, aside",
     "workbench/quickstart/tiny_model.py": "in that",
