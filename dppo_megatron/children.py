@@ -39,12 +39,7 @@ def python_command(module: str, *arguments: str, ranks: int = 1) -> list[str]:
 def start_python(
     module: str, *arguments: str, ranks: int = 1, variables: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start `python_command`. Raises OSError.
-
-    Args:
-        variables: environment variables to set in addition to this process's.
-        options: arguments of Popen.
-    """
+    """Start `python_command` with `variables` added to this environment; `options` are Popen's. Raises OSError."""
     environment = package_environment() | dict(variables or {})
     return subprocess.Popen(python_command(module, *arguments, ranks=ranks), env=environment, **options)
 
@@ -59,10 +54,8 @@ def ignore_signals(*kinds: signal.Signals) -> None:
 def die_with_parent(kind: signal.Signals = signal.SIGTERM, parent: int = 0) -> None:
     """Have the kernel send `kind` to this process when its parent ends (Linux only), and ignore SIGUSR1.
 
-    The parent is the *thread* that has started this process. May be called between fork and exec.
-
-    Args:
-        parent: the parent's process id, if known: if it ended before this call, this process exits at once.
+    The parent is the *thread* that has started this process. May be called between fork and exec. `parent`: its
+    process id, if known: if it ended before this call, this process exits at once.
     """
     ignore_signals()
     with contextlib.suppress(AttributeError, OSError):

@@ -21,14 +21,8 @@ def framed(payload: bytes) -> bytes:
 
 
 def read_frame(read: Callable[[int], bytes]) -> bytes | None:
-    """The next payload; None at the end of the stream.
-
-    Args:
-        read: returns as many bytes as asked for, fewer only at the end of the stream.
-
-    Raises:
-        ConnectionError: the bytes are not a frame.
-    """
+    """The next payload; None at the end of the stream. Raises ConnectionError for bytes that are not a frame. `read`
+    returns as many bytes as asked for, fewer only at the end of the stream."""
     head = read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -23,8 +23,8 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import make_grader
 from dppo_megatron.rewards.work import Pace
 from dppo_megatron.rollout import server_engine
-from dppo_megatron.rollout.client.completion_buffer import HookFactory
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
+from dppo_megatron.rollout.client.messages import HookFactory
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import NodeClient, Nodes
 from dppo_megatron.rollout.server_engine import ServerEngine

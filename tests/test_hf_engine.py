@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,8 @@ def test_random_numbers_in_batches_are_those_of_each_generator() -> None:
 def test_cache_holds_what_was_appended_to_each_row_that_still_runs(seed: int) -> None:
     """Against lists that are only ever appended to, while rows end in any pattern and the room grows."""
     rng = np.random.default_rng(seed)
-    cache = KeyValues(2, 3, 2, 4, 5, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=4)
+    cache = KeyValues(sizes, 3, 5, torch.float32, torch.device("cpu"))  # type: ignore[arg-type]
     first = torch.rand(2, 2, 3, 2, 5, 4)  # layer, keys or values, row, head, token, size
     for layer in range(2):
         cache.append(layer, *first[layer])

@@ -37,7 +37,7 @@ from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.server_args import CODE_OPTIONS, KEY_OPTIONS, OWN_OPTIONS
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import serve
+from dppo_megatron.rollout import launched_servers
 from dppo_megatron.rollout.client.messages import ServerAddress
 from dppo_megatron.rollout.client.process import ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
@@ -167,7 +167,7 @@ def test_serve_whose_port_is_taken_ends(files: Path, tmp_path: Path, taken: Impo
     """And announces no address."""
     config = _config(files, tmp_path / "run", rollout__servers__registry_dir=tmp_path / "addresses")
     with pytest.raises(UserError, match=f"{taken.url} ended with code 1 before it was ready(.|\n)*in use"):
-        serve.serve(config, "127.0.0.1")
+        launched_servers.serve(config, "127.0.0.1")
     assert not list((tmp_path / "addresses").iterdir())
 
 
@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_at_a_restart_of_serve(
     addresses.mkdir()
     [server] = launch_servers(config)
     try:
-        served = serve.Served(server, config, addresses, "name")
+        served = launched_servers.Served(server, config, addresses, "name")
         until(lambda: (served.check(), not served.is_starting)[1])
         assert list(addresses.iterdir())
         _kill(server)
@@ -234,12 +234,12 @@ def test_a_server_that_hangs_is_started_again_by_serve(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs and answers nothing for as long as is waited: withdrawn, ended, started and announced again."""
-    monkeypatch.setattr(serve, "HUNG_S", 0.0)
+    monkeypatch.setattr(launched_servers, "HUNG_S", 0.0)
     config, addresses = _config(files, tmp_path / "run", rollout__servers__registry_dir=tmp_path), tmp_path / "a"
     addresses.mkdir()
     [server] = launch_servers(config)
     try:
-        served = serve.Served(server, config, addresses, "name")
+        served = launched_servers.Served(server, config, addresses, "name")
         until(lambda: (served.check(), not served.is_starting)[1])
         hung = server.process
         assert hung is not None and list(addresses.iterdir())

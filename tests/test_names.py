@@ -16,7 +16,6 @@ SAME_FILE_NAME = {
     "messages.py": "what crosses between a package and its own child process: graders, rollout clients, trackers",
     "plan.py": COMMAND,
     "process.py": "the program of a child process: a rollout client, a tracker",
-    "serve.py": COMMAND,
     "simulate.py": COMMAND,
     "trace.py": "trace.jsonl, its writer in steps/ and its reader in workbench/runs/",
     "train.py": COMMAND,

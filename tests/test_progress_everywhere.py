@@ -190,7 +190,7 @@ def test_doctor_and_quickstart(tmp_path: Path) -> None:
 
 def test_serve(files: Path, tmp_path: Path) -> None:
     """Until its server answers; asked to end as soon as it is ready."""
-    from dppo_megatron.rollout.serve import serve
+    from dppo_megatron.rollout.launched_servers import serve
 
     def end_when_ready(line: str) -> None:
         if "is ready" in line:

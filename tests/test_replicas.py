@@ -32,7 +32,7 @@ from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
 from dppo_megatron.job import Job, prepare_job
-from dppo_megatron.rollout import job_nodes
+from dppo_megatron.rollout import launched_servers
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Launched, connect
 from dppo_megatron.rollout.servers.device_map import RankDevice
@@ -46,7 +46,7 @@ from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
 from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
-from dppo_megatron.rollout.sync.server_side import ServerSide
+from dppo_megatron.rollout.sync.weight_sync import ServerSide
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import read_architecture
 
@@ -279,7 +279,7 @@ def test_servers_of_an_evaluation_get_the_places_that_are_named(files: Path, mon
     def would_start(*given: Any, **options: Any) -> Any:
         raise UserError(",".join(str(server.visible_devices) for server in make_servers(*given, **options)))
 
-    monkeypatch.setattr(job_nodes, "make_servers", would_start)
+    monkeypatch.setattr(launched_servers, "make_servers", would_start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(UserError, match=r"^2,3$"):
         _engine_of_an_evaluation(job)

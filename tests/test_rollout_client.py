@@ -34,14 +34,13 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.measures import GradeTable, set_metrics
-from dppo_megatron.rollout import job_nodes, server_engine
+from dppo_megatron.rollout import launched_servers, server_engine
 from dppo_megatron.rollout.client import messages
-from dppo_megatron.rollout.client.completion_buffer import BufferedGroup, hand_over, take_over
-from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, Nodes, owners, take
+from dppo_megatron.rollout.client.messages import take_over
+from dppo_megatron.rollout.client.process import BufferedGroup, Setup, hand_over
+from dppo_megatron.rollout.client.remote import Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling
-from dppo_megatron.rollout.rank_zero import RankZero
-from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.server_engine import RankZero, ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import STALE_TRIES
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
@@ -113,12 +112,12 @@ def test_a_signal_to_the_whole_job_spares_the_client(files: Path, tmp_path: Path
 
 def test_a_client_ends_with_the_rank_that_has_started_it(tmp_path: Path) -> None:
     """Though rank 0 lives and holds its connection; so do the directories of its sockets."""
-    listener = Listener(1)
-    clients = Clients(listener, [], [], nodes=[0])
-    path = listener.rendezvous.take_path(0)
+    clients = Clients(["127.0.0.1"], [], [], nodes=[0])
+    meeting = clients.rendezvous
+    path = meeting.take_path(0)
 
     def start() -> NodeClient:
-        node = NodeClient(Setup(0, listener.rendezvous.address, listener.rendezvous.secret, path))
+        node = NodeClient(Setup(0, meeting.address, meeting.secret, path))
         (tmp_path / "client").write_text(str(node.process.pid))
         return node
 
@@ -387,13 +386,13 @@ def _generate(config: Config, two_nodes: bool) -> tuple[dict[int, Completion], i
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
         os.environ["MASTER_ADDR"] = "node0"
         seen = {"node0": f"127.0.0.{1 + 2 * (dist.get_rank() // 2)}", "127.0.0.3": "127.0.0.2"}
-        job_nodes.address_toward = seen.__getitem__  # type: ignore[assignment]
+        launched_servers.address_toward = seen.__getitem__  # type: ignore[assignment]
     job = prepare_job(config, dist.get_world_size())
     engine = ServerEngine(config, job.architecture, job.tokenizer)
     try:
         engine._sync.run = ""  # as the stubs call their weights
         if engine._zero.is_here:
-            assert not two_nodes or rank_zero(engine).rendezvous.address.startswith("127.0.0.2:")
+            assert not two_nodes or rank_zero(engine).clients.rendezvous.address.startswith("127.0.0.2:")
             sync(rank_zero(engine).fleet)
         for step in (1, 2):
             asked = [Request(Prompt(i, "", (2, 3), "", ""), c, step) for i in range(10) for c in range(3)]

@@ -29,7 +29,7 @@ from support.served import rank_zero
 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import serve as serve_module
+from dppo_megatron.rollout import launched_servers
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import directory
@@ -415,8 +415,8 @@ def _starts_of_a_silent_server(config: Config, addresses: Path, *silent_s: float
             raise TimeoutError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        served = serve_module.Served(Running([], {}, addresses / "log"), config, addresses, "name")
+        patch.setattr(launched_servers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        served = launched_servers.Served(Running([], {}, addresses / "log"), config, addresses, "name")
         patch.setattr(served, "_probe", ask)
         served.check()
         answers[0], found = False, []
@@ -445,7 +445,7 @@ def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkey
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     serves = Mock()
-    monkeypatch.setattr("dppo_megatron.rollout.serve.serve", serves)
+    monkeypatch.setattr("dppo_megatron.rollout.launched_servers.serve", serves)
     of_trainer = {"observe__trackers": "[wandb]", "data__train_path": tmp_path / "nowhere.jsonl"}
     where = {"rollout__engine": "vllm", "rollout__servers__registry_dir": tmp_path / "addresses"}
     given = settings(files, tmp_path / "run", **where, **of_trainer)
@@ -455,7 +455,7 @@ def test_serve_needs_no_data_and_no_trackers(files: Path, tmp_path: Path, monkey
 
 def test_serve_says_what_it_needs(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory; an address of this machine by which others reach it; leave to listen on a network."""
-    from dppo_megatron.rollout.serve import serve
+    from dppo_megatron.rollout.launched_servers import serve
     from dppo_megatron.workbench.cli import main
 
     config = str(REPOSITORY / "configs" / "quickstart.yaml")

@@ -25,10 +25,10 @@ from support.served import rank_zero
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import from_rank_zero, gather_all
 from dppo_megatron.job import prepare_job
-from dppo_megatron.rollout import job_nodes
+from dppo_megatron.rollout import launched_servers
 from dppo_megatron.rollout.client.remote import Nodes
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.job_nodes import JobServers
+from dppo_megatron.rollout.launched_servers import JobServers
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
@@ -105,7 +105,7 @@ def test_what_a_killed_server_has_left_ends_before_the_next(tmp_path: Path) -> N
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:
     nodes = Nodes.of(range(dist.get_world_size()), dist.get_rank())
     if dist.get_rank() == rank:
-        job_nodes.make_servers = _faulty  # type: ignore[assignment]
+        launched_servers.make_servers = _faulty  # type: ignore[assignment]
     servers = JobServers(config, nodes)
     try:
         servers.start()

@@ -72,7 +72,7 @@ MAY_PRINT = {
     "__main__.py": "`interrupted`",
     "workbench/commands/completion.py": "code for a shell, from nothing but our own names",
     "workbench/commands/watch.py": "rich, of texts that went through `one_line`",
-    "rollout/servers/in_engine/dppo_probe.py": "JSON in ASCII, for the process that has asked",
+    "rollout/servers/in_engine/dppo_wire.py": "JSON in ASCII, for the process that has asked",
 }
 _PRINTS = re.compile(r"\bprint\(|(stdout|stderr|_stream)\.write\(|console\.print|\.write\(.*file=|warnings\.warn\(")
 
@@ -107,7 +107,7 @@ MAY_WRITE = {
     "steps/first_layers.py": "a temporary directory of mode 700",
     "adapters/pruner.py": "in a checkpoint of the other trainer",
     "steps/trace.py": "what `replacing` has opened",
-    "rollout/serve.py": "rollout.servers.registry_dir, which its user names",
+    "rollout/launched_servers.py": "rollout.servers.registry_dir, which its user names",
     "data/known.py": "where `data --out` says",
     "workbench/quickstart/make.py": "where `quickstart --out` says, aside",
     "workbench/quickstart/tiny_model.py": "in that",

@@ -41,8 +41,7 @@ from dppo_megatron.rollout.sync.broadcast import (
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, buckets, in_thread, on_each
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel, vllm_offer
 from dppo_megatron.rollout.sync.receipts import MOST_MISSED, Digests
-from dppo_megatron.rollout.sync.server_side import ServerSide
-from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.rollout.sync.weight_sync import ServerSide, WeightSync
 from dppo_megatron.types import RunAborted, UserError
 
 BUCKET = 5 << 20

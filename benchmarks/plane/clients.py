@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
-from dppo_megatron.rollout.client.completion_buffer import Arrived, HookFactory
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import ServerAddress
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress
 from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
+from dppo_megatron.rollout.client.remote import Clients, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
@@ -49,11 +48,11 @@ class Intake:
         engines: list[Any] = [
             SGLangServer(Http(url), VOCABULARY) if "sglang" in canned.engine else VLLMServer(Http(url)) for url in urls
         ]
-        listener = Listener(1)
         addresses = [ServerAddress(Peer(url), dialect_of(canned.engine)) for url in urls]
-        self.clients = Clients(listener, addresses, [0] * servers)
-        self._secret, self._path = listener.rendezvous.secret, listener.rendezvous.take_path(0)
-        setup = Setup(0, listener.rendezvous.address, self._secret, self._path, detokenizer, hook)
+        self.clients = Clients(["127.0.0.1"], addresses, [0] * servers)
+        meeting = self.clients.rendezvous
+        self._secret, self._path = meeting.secret, meeting.take_path(0)
+        setup = Setup(0, meeting.address, self._secret, self._path, detokenizer, hook)
         self.node = NodeClient(setup)
         self.clients.start(groups_each)
         config = RolloutConfig()

@@ -8,8 +8,7 @@ transformers, token by token, for each. Matrices with the same input are one ten
 The key-value cache is written in place. Concatenating it at every token would copy all of it each time; padding it to
 the longest possible completion would make attention read all of that each time. Instead it has spare capacity, returns
 views of the filled part, and grows by half, so that a token is copied about twice in all. When a row ends, the last
-running row moves to its place, so that as many rows are copied as have ended, not as many as still run. The price: rows
-change their order, which the caller must follow (`Moves`).
+running row moves to its place: as many rows are copied as have ended. The caller must follow their order (`Moves`).
 """
 
 from __future__ import annotations
@@ -55,22 +54,12 @@ class Moves:
 class KeyValues:
     """Keys and values of every layer, for a batch whose rows have equally many tokens; `capacity` grows as needed."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        rows: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, a: Architecture, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.filled = 0
         """Number of tokens in each row."""
         self._rows = rows
-        shape = (2, rows, kv_heads, capacity, head_dim)  # keys and values in one tensor: half as many copy kernels
-        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        shape = (2, rows, a.num_kv_heads, capacity, a.head_dim)  # together in one tensor: half as many copy kernels
+        self._layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(a.num_layers)]
 
     def reserve(self, count: int) -> None:
         """Ensure capacity for `count` more tokens in every layer; to be called before `append`."""
@@ -186,10 +175,7 @@ class Decoder:
 
     def empty_cache(self, rows: int, capacity: int) -> KeyValues:
         """A cache with room for `capacity` tokens per row; `step` lets it grow."""
-        a = self._architecture
-        return KeyValues(
-            a.num_layers, rows, a.num_kv_heads, a.head_dim, capacity, dtype=self._dtype, device=self._device
-        )
+        return KeyValues(self._architecture, rows, capacity, self._dtype, self._device)
 
     def read(self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: KeyValues) -> Tensor:
         """Prefill: logits [B, V] after the last of `tokens` [B, n]. Fills `cache`, which must be empty.

@@ -44,8 +44,7 @@ class Request:
 
     @property
     def id(self) -> str:
-        """`step-prompt-completion`, prefixed with the stream if there is one. The same on every attempt, so that a
-        repeated request is recognised.
+        """`step-prompt-completion`, prefixed with the stream if there is one; the same on every attempt.
 
         Example:
             Request(prompt 7, completion_index=3, step=12).id == "12-7-3"
@@ -80,8 +79,7 @@ class Sampling:
 
 
 def own_requests(requests: Sequence[Request]) -> list[int]:
-    """Positions of this rank's requests when prompts are distributed evenly over the ranks. All requests of a prompt
-    are on one rank.
+    """Positions of this rank's requests when prompts, with all of their requests, are distributed evenly.
 
     Example: on rank 1 of 2, requests of prompts A A B B C C give [2, 3].
     """
@@ -93,17 +91,14 @@ def own_requests(requests: Sequence[Request]) -> list[int]:
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Counts of what happened at the servers. None: the engine does not count it, or it did not happen."""
+    """Counts of what happened at the servers (docs/run_directory.md). None: not counted, or it did not happen."""
 
     retries: int | None = None
-    """Attempts that were repeated."""
     groups_aborted: int | None = None
     """With in_flight=abort: training groups that were aborted at least once, by a weight sync or a server; else 0."""
     completions_aborted: int | None = None
-    """Completions that were sampled again because of an abort."""
     groups_resent: int | None = None
-    """Training groups that were lost while a server sampled them, and whose retry may have sampled other completions
-    (`Work.resent`); excludes `groups_aborted`."""
+    """Training groups whose retry may have sampled other completions (`Work.resent`), without `groups_aborted`."""
     servers_live: int | None = None
     tokens_sampled: int | None = None
     """Tokens of training completions that were not aborted."""
@@ -112,12 +107,10 @@ class RolloutStats:
     staleness_max: int | None = None
     """Age of the oldest token; at most `rollout.async_steps`."""
     tokens_read_again: int | None = None
-    """Tokens of prompts and partial completions that were prefilled again because a weight sync dropped their cache."""
     sync_s: float | None = None
     tensors_verified: int | None = None
 
     def add(self, **counts: int) -> None:
-        """Add to the counters of these names."""
         for name, count in counts.items():
             setattr(self, name, (getattr(self, name) or 0) + count)
 
@@ -180,11 +173,7 @@ class Engine(ABC):
     @abstractmethod
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Sample a completion for each request. Yields (position in `requests`, completion) as completions arrive, for
-        this rank's share only. Each prompt belongs to exactly one rank, with all of its completions.
-
-        Args:
-            requests: all requests of the job, the same on every rank; the engine distributes them.
-        """
+        this rank's share only. `requests` are the same on every rank; a prompt's completions are on one rank."""
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Begin sampling, in the background where the engine can; `finish` returns the completions."""
@@ -195,8 +184,7 @@ class Engine(ABC):
         return dict(sorted(self.stream(*self._start_arguments))) if self._start_arguments else {}
 
     def take_grades(self) -> dict[int, Grade]:
-        """Grades of the last `finish`, by position in its requests, if the engine graded completions as they arrived;
-        else empty."""
+        """Grades of the last `finish`, by position in its requests; empty if the engine does not grade."""
         return {}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
@@ -205,17 +193,13 @@ class Engine(ABC):
         return list(self.finish().values())
 
     def sleep(self) -> None:  # noqa: B027
-        """Give the device to the actor. Colocated servers free their device memory, so nothing is generated before the
-        next `load_weights`."""
+        """Give the device to the actor. Colocated servers generate nothing before the next `load_weights`."""
 
     def probe(
         self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
     ) -> list[tuple[str, Completion]]:
-        """Send the same requests to every server; returns (server, completion). Same arguments on every rank.
-
-        Args:
-            alone: first wait until everything that was started has been generated, so the probe does not queue.
-        """
+        """Send the same requests to every server; returns (server, completion). Same arguments on every rank. `alone`:
+        first wait until everything that was started has been generated, so the probe does not queue."""
         return []
 
     def health(self) -> dict[str, str]:

@@ -4,9 +4,6 @@ W [rows, columns] of a linear layer becomes float8_e4m3fn of the same shape, and
 128 x 128, [ceil(rows / 128), ceil(columns / 128)], under the name W_scale_inv: the format of DeepSeek-V3's checkpoints,
 which both engines load. Embeddings, output layer, norms and routers are not quantized. If each server quantized for
 itself, the bytes would depend on how it splits and joins its layers, and twice as many bytes would be sent.
-
-The price: servers sample from a policy that differs from the actor's. The bias that remains after the correction is a
-row of the ledger (`rollout/quantized`).
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ def in_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Te
         power_of_two: round scales up to powers of two, which DeepGEMM's kernels for Blackwell need.
 
     Returns:
-        float8_e4m3fn [rows, columns], and float32 scales [ceil(rows / 128), ceil(columns / 128)]; weight = product of
-        both.
+        float8_e4m3fn [rows, columns], and float32 scales [ceil(rows / 128), ceil(columns / 128)].
 
     Example: a block whose largest magnitude is 0.896 has scale 0.002; 0.09 is stored as 44, which stands for 0.088.
     """
@@ -156,7 +152,6 @@ def check_split(rollout: RolloutConfig, architecture: Architecture) -> None:
 
 
 def quantized_arguments(engine: str, architecture: Architecture) -> list[str]:
-    """Additional command-line arguments of a server with FP8 weights."""
     changed = json.dumps({"quantization_config": quantization_config(architecture)}, separators=(",", ":"))
     option = "--hf-overrides" if engine == "vllm" else "--json-model-override-args"
     return ["--quantization", "fp8", option, changed]

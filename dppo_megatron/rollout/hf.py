@@ -83,7 +83,7 @@ class HFEngine(Engine):
         return False
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.stream`. Batches are of prompts of similar length, so that little is computed for padding."""
+        """Batches are of prompts of similar length, so that little is computed for padding."""
         by_sampling: dict[Sampling, list[int]] = {}
         for index in own_requests(requests):
             by_sampling.setdefault(requests[index].sampling or sampling, []).append(index)
@@ -96,11 +96,11 @@ class HFEngine(Engine):
                         yield chunk[row], completion
 
     def finish(self) -> dict[int, Completion]:
-        """See `Engine.finish`. Submits completions for grading as they arrive."""
+        """Submits completions for grading as they arrive."""
         if self._start_arguments is None:
             return {}
         requests, sampling = self._start_arguments
-        self._drop_grades()
+        self.close()  # drops grades of the last rollout
         completions: dict[int, Completion] = {}
         arriving = self.stream(requests, sampling)
         while batch := list(islice(arriving, _FINISHED_BATCH)):
@@ -115,25 +115,25 @@ class HFEngine(Engine):
         return dict(sorted(completions.items()))
 
     def take_grades(self) -> dict[int, Grade]:
-        """See `Engine.take_grades`. Waits for completions that are still being graded; raises what `grade` raises."""
+        """Waits for completions that are still being graded; raises what `grade` raises."""
         graded, self._graded = self._graded, []
         grades: dict[int, Grade] = {}
         for positions, future in graded:
             grades |= zip(positions, future.result(), strict=True)
         return grades
 
-    def _drop_grades(self) -> None:
+    def close(self) -> None:
+        """Drop grades that are not taken."""
         for _, future in self._graded:
             future.cancel()
         self._graded = []
 
-    def close(self) -> None:
-        self._drop_grades()
-
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
         """Yields (position in `requests`, completion) of one batch, as completions end."""
-        prompts, prompt_of = _distinct_prompts(requests)
+        index: dict[tuple[int, ...], int] = {}  # each distinct prompt is read once
+        prompt_of = [index.setdefault(request.prompt.token_ids, len(index)) for request in requests]
+        prompts = list(index)
         tokens, visible = self._left_pad(prompts)
         cache = self._decoder.empty_cache(len(prompts), tokens.size(1))
         positions = (visible.cumsum(-1) - 1).clamp_min(0)
@@ -197,15 +197,11 @@ class HFEngine(Engine):
         # copied: a view would keep the whole array alive, which is as wide as the longest possible completion
         token_ids = [ids[:length].copy() for ids, (_, length, _) in zip(tokens, ended, strict=True)]
         texts = self._detokenizer.decode(token_ids)
-        return [
-            (
-                row,
-                Completion(
-                    ids, values[:length].copy(), reason, text, ((self._version, length),), output.experts(row, length)
-                ),
-            )
-            for (row, length, reason), ids, values, text in zip(ended, token_ids, logprobs, texts, strict=True)
-        ]
+        taken = []
+        for (row, length, reason), ids, values, text in zip(ended, token_ids, logprobs, texts, strict=True):
+            own, versions = values[:length].copy(), ((self._version, length),)
+            taken.append((row, Completion(ids, own, reason, text, versions, output.experts(row, length))))
+        return taken
 
 
 class _BatchOutput:
@@ -241,18 +237,7 @@ class _BatchOutput:
         return np.concatenate([self._prompt_experts[row], self._token_experts[row, : length - 1]])
 
     def end(self, rows: Tensor, length: int, reason: FinishReason) -> None:
-        """Mark `rows` [n] as ended after `length` tokens."""
         self.ended += [(row, length, reason) for row in rows.tolist()]
-
-
-def _distinct_prompts(requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The distinct prompts of a batch, and for each request the index of its prompt.
-
-    Example: requests for prompts A, A, B, A give [A, B] and [0, 0, 1, 0].
-    """
-    index: dict[tuple[int, ...], int] = {}
-    prompt_of = [index.setdefault(request.prompt.token_ids, len(index)) for request in requests]
-    return list(index), prompt_of
 
 
 def engine_from_files(config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: WeightReader) -> HFEngine:

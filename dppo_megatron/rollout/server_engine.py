@@ -8,10 +8,8 @@ share of the completions.
     rank 0     load_weights: main thread; requests of the rollout thread have ended, or are handled as
                `rollout.sync.in_flight` says
 
-Several rollouts may be in progress (`rollout.async_steps`); `finish` waits for that of the earliest step.
-
-Since one rank decides, load balance, retries and the weights version are state in one place and need no protocol
-between ranks. Rank 0 handles scalars only, so its work does not grow with the number of tokens.
+Several rollouts may be in progress (`rollout.async_steps`); `finish` waits for that of the earliest step. Rank 0
+handles scalars only, so its work does not grow with the number of tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -36,21 +36,25 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
-from dppo_megatron.rollout.client.completion_buffer import HookFactory, completion_of
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
+from dppo_megatron.rollout.client.messages import HookFactory, ServerAddress, completion_of
 from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import ClientRendezvous, NodeClient, Nodes, take
+from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.fp8_weights import quantized, rounded_names
-from dppo_megatron.rollout.job_nodes import JobServers, listening_addresses
-from dppo_megatron.rollout.rank_zero import RankZero
-from dppo_megatron.rollout.servers.connect import ChannelName, Launched, connect
+from dppo_megatron.rollout.launched_servers import JobServers, listening_addresses
+from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, Launched, Membership, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
-from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
+from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights, dispatch
+from dppo_megatron.rollout.servers.fleet import Fleet
+from dppo_megatron.rollout.servers.health_file import HealthFile
+from dppo_megatron.rollout.servers.http import Peer
+from dppo_megatron.rollout.servers.protocol import Generator, Server
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
+from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
-from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
+from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
 from dppo_megatron.rollout.sync.colocated import OFFERS, SharedMemoryChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
@@ -64,13 +68,10 @@ class ServerEngine(Engine):
     """vLLM or SGLang servers as configured in `rollout`. Collective, like every `Engine`.
 
     Args:
-        has_actor: False if weights come from files instead of a GPU: they cannot be sent over NCCL then, and ranks use
-            none of CUDA_VISIBLE_DEVICES.
-        client_hook: called with the number of rollout clients; returns the factory, to be pickled, with which each
-            client makes its grading hook.
+        has_actor: False if weights come from files, which NCCL does not send, and ranks use no GPUs.
+        client_hook: number of rollout clients -> the factory, to be pickled, of a client's grading hook.
 
-    Raises:
-        UserError: a server cannot be reached, serves another model, is too old, or was started without a needed option.
+    Raises UserError for a server that cannot be reached, or that does not fit (`servers/connect.py`).
     """
 
     has_servers = True
@@ -111,11 +112,10 @@ class ServerEngine(Engine):
                 launched = self._job_servers.start()
 
             def connected() -> tuple[ClientRendezvous, list[int], str, ChannelName, DeviceMap]:
-                """On rank 0: reach every server, and listen for the clients."""
                 servers = connect(config, architecture, devices, launched)
                 zero = RankZero(config, architecture, servers, launched, hosts)
                 self._zero = OnRankZero(zero)
-                return zero.rendezvous, zero.nodes, servers.description, servers.channel, servers.device_map
+                return zero.clients.rendezvous, zero.nodes, servers.description, servers.channel, servers.device_map
 
             rendezvous, self._client_nodes, self.description, channel, device_map = from_rank_zero(connected)
             self._secret, self._take_path = rendezvous.secret, rendezvous.take_path(self._nodes.node)
@@ -136,7 +136,7 @@ class ServerEngine(Engine):
 
     @property
     def receivers(self) -> Sequence[int]:
-        """See `Engine.receivers`: rank 0, or over `ipc` the ranks that share a device with a server's worker."""
+        """Rank 0, or over `ipc` the ranks that share a device with a server's worker."""
         return self._channel.receivers if self._channel is not None else (0,)
 
     @property
@@ -145,16 +145,16 @@ class ServerEngine(Engine):
         return sum(node in self._client_nodes for node in self._nodes.of_rank)
 
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
-        """Sync all servers that answer; see `sync/weight_sync.py`. Raises RunAborted if none took the weights."""
+        """Raises RunAborted if no server took the weights."""
         if self._config.rollout.servers.colocate:
             torch.cuda.empty_cache()  # torch would keep memory that the update has freed and the servers need
             barrier()
         is_proven = self._sync.to(self._quantize(weights), release)
-        self._resume_rollouts()
+        self._zero.here(lambda zero: zero.background.resume())  # its thread has ended if no server was live
         return is_proven
 
     def stream(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:
-        """See `Engine.stream`. With several ranks, all completions are yielded at the end."""
+        """With several ranks, all completions are yielded at the end."""
         if len(self._nodes.of_rank) > 1 or self._started:
             self.start(requests, sampling)
             yield from self.finish().items()
@@ -171,7 +171,7 @@ class ServerEngine(Engine):
         self._zero.here(lambda zero: zero.count(work, self._sync.version, self._stats))
 
     def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin generating in the background; rollouts of earlier steps have priority."""
+        """Rollouts of earlier steps have priority."""
         self._started.append(self._plan(requests, sampling, next(self._rollout_numbers)))
         self._zero.here(lambda zero: zero.begin(self._started[-1]))
 
@@ -183,7 +183,7 @@ class ServerEngine(Engine):
         self._started.remove(work)
         while self._zero.ask(lambda zero: zero.background.wait(work)):
             self._sync.again()
-            self._resume_rollouts()
+            self._zero.here(lambda zero: zero.background.resume())
         completions: dict[int, Completion] = {}
         errors: list[str] = []
         try:
@@ -211,12 +211,8 @@ class ServerEngine(Engine):
     def _reunite(
         self, completions: dict[int, Completion], homes: dict[int, int], places: Sequence[Sequence[int]]
     ) -> None:
-        """Send completions of groups that arrived at several nodes to the rank that has the group at its home node.
-        Changes `completions`. Collective.
-
-        Args:
-            homes: the home node of each group that is at several nodes.
-        """
+        """Send completions of groups that arrived at several nodes to the rank that has the group at its node in
+        `homes`. Changes `completions`. Collective."""
         node = self._nodes.node
         strays = [at for group, home in homes.items() if home != node for at in places[group] if at in completions]
         leaving = [(place, completions.pop(place), self._grades.pop(place, None)) for place in strays]
@@ -230,15 +226,13 @@ class ServerEngine(Engine):
                     self._grades[place] = grade
 
     def take_grades(self) -> dict[int, Grade]:
-        """Grades of the last `finish` from the clients' hooks, by position in its requests; empty without a hook."""
         taken, self._grades = self._grades, {}
         return taken
 
     def probe(
         self, requests: Sequence[Request], sampling: Sampling, *, alone: bool = False
     ) -> list[tuple[str, Completion]]:
-        """See `Engine.probe`; all servers at once. A server without a complete answer after `_PROBE_S` is logged and
-        left out of the result, but not marked out: its health probe decides that."""
+        """A server without a complete answer after `_PROBE_S` is logged and left out, but not marked out."""
 
         def probed(zero: RankZero) -> list[tuple[str, Completion]]:
             work = self._plan(requests, sampling)
@@ -253,7 +247,7 @@ class ServerEngine(Engine):
         return self._zero.ask(probed)
 
     def sleep(self) -> None:
-        """See `Engine.sleep`. Unfinished rollouts resume after the next `load_weights`."""
+        """Unfinished rollouts resume after the next `load_weights`."""
         if self._job_servers is not None and self._config.rollout.servers.colocate:
             # a server that is still starting would otherwise take memory during the update
             self._job_servers.await_started(self._zero.ask(lambda zero: zero.fleet.starting()))
@@ -282,10 +276,6 @@ class ServerEngine(Engine):
             with suppress(RunAborted):  # a client that has ended has no requests left to abort
                 self._zero.here(lambda zero: zero.abort(self._started))
 
-    def _resume_rollouts(self) -> None:
-        """After a sync: the rollout thread ends when no server is live, and must be started again."""
-        self._zero.here(lambda zero: zero.background.resume())
-
     def _make_channel(self, name: ChannelName, device_map: DeviceMap) -> Channel:
         """Made on every rank: only rank 0 talks to servers, but other ranks take part in a sync too."""
         rollout, fleet = self._config.rollout, self._zero.here(lambda zero: zero.fleet)
@@ -301,7 +291,6 @@ class ServerEngine(Engine):
         return BroadcastChannel(fleet, name, bucket_bytes, timeout_s)
 
     def _restart(self) -> None:
-        """Restart the job's own servers that have ended or hang, on every node."""
         if self._job_servers is not None:
             restarted = self._job_servers.restart(self._zero.ask(lambda zero: zero.fleet.hanging()))
             self._zero.here(lambda zero: zero.fleet.restarted(restarted))
@@ -335,3 +324,141 @@ class ServerEngine(Engine):
             if arrived.grade is not None:
                 self._grades[place] = arrived.grade
         return dict(sorted(completions.items()))
+
+
+class RankZero:
+    """The state that only rank 0 has: the fleet of servers, the clients, and the rollouts in progress.
+
+    Two threads use it. The main thread begins rollouts, waits for one, and syncs weights. The rollout thread works on
+    all rollouts that have begun. `hosts`: for each node, the address by which other nodes reach it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        connected: ConnectedServers,
+        launched: Sequence[Launched],
+        hosts: Sequence[str],
+    ) -> None:
+        self._config = config
+        generators: list[Generator] = [*connected.servers, *connected.routers]
+        owned_by = owners([one.http.url for one in generators], len(hosts), [server.node for server in launched])
+        self.nodes = sorted(set(owned_by)) if connected.addresses is None else list(range(len(hosts)))
+        """Nodes with a client: those that own a server, or all nodes if servers may join later."""
+        self.clients = Clients(hosts, [_address(one) for one in generators], owned_by, self.nodes)
+        membership = Membership(connected, config, architecture, self._introduce)
+        self.fleet = Fleet(
+            connected.servers,
+            config.rollout,
+            self.clients,
+            are_own=bool(launched),
+            health_file=HealthFile(Path(config.run_dir)),
+            routers=connected.routers,
+            update_membership=membership.update,
+            inspect=membership.inspect,
+        )
+        self.background = _Background(self.fleet)
+
+    def await_clients(self) -> None:
+        """Raises RunAborted if one does not connect."""
+        widest = max((member.width for member in self.fleet.members), default=1)
+        self.clients.start(self._config.rollout.limits.max_concurrent_sequences * widest)
+
+    def begin(self, work: Work) -> None:
+        if work.may_split:
+            work.spread(self.fleet.reach, self._config.rollout.limits.max_concurrent_sequences)
+        self.background.begin(work)
+
+    def abort(self, works: Sequence[Work]) -> None:
+        """End these rollouts, also at the servers."""
+        self.background.give_up()
+        self.clients.cancel([ticket for work in works for ticket in work.landed])
+
+    def count(self, work: Work, version: int, stats: RolloutStats) -> None:
+        """Add a finished rollout to `stats`. `version` is the current weights version."""
+        rollout = self._config.rollout
+        if rollout.async_steps and work.may_lose:
+            stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))
+        stats.add(retries=work.retries)
+        if work.may_lose:
+            stats.add_ages((version - under, n) for done in work.done.values() for under, n in done.spans)
+            aborted = {work.part_of(index)[0] for index in work.aborts} if rollout.sync.in_flight == "abort" else set()
+            stats.add(groups_aborted=len(aborted), groups_resent=len(work.resent - aborted))
+            stats.add(completions_aborted=work.completions_aborted)
+        stats.servers_live = len(self.fleet.live)
+
+    def _introduce(self, server: Server) -> None:
+        """Make a server known to the clients: a new one, perhaps behind a router, or one with another dialect."""
+        self.clients.add(_address(server))
+        for router in self.fleet.routers:
+            self.clients.add(_address(router.server))
+
+
+def _address(server: Generator) -> ServerAddress:
+    urls = [server.http.url, *(sorted(server.named) if isinstance(server, RouterServer) else ())]
+    peer, *workers = (Peer(url, server.http.api_key, bool(server.http.proves)) for url in urls)
+    return ServerAddress(peer, server.dialect, tuple(workers))
+
+
+class _Background:
+    """The rollout thread of rank 0, which works on the rollouts that have begun, and ends when all are done."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lock = Lock()
+        self._works: list[Work] = []
+        self._thread: Future[None] | None = None
+        self._is_running = False
+        """The thread will look at `_works` again, so it will see what is added now."""
+        self._failure: BaseException | None = None
+        """The exception that ended the thread before all work was done."""
+
+    def begin(self, work: Work) -> None:
+        with self._lock:
+            self._works[:] = [one for one in self._works if one.is_wanted] + [work]
+        self.resume()
+
+    def resume(self) -> None:
+        """Start the thread again, unless it runs, or has ended with an error other than NeedsWeights."""
+        with self._lock:
+            failed = self._failure is not None and not isinstance(self._failure, NeedsWeights)
+            if not self._is_running and not failed:
+                self._is_running, self._failure = True, None
+                self._thread = in_thread(self._run, "rollout")
+
+    def wait(self, work: Work) -> bool:
+        """Wait until `work` is finished, and return False. Returns True if servers need a weight sync first."""
+        while not work.finished.done():
+            assert self._thread is not None, "begin() comes first"
+            wait([work.finished, self._thread], return_when=FIRST_COMPLETED)
+            if not work.finished.done() and self._failure is not None:
+                if isinstance(self._failure, NeedsWeights):
+                    return True
+                raise self._failure
+        return False
+
+    def join(self) -> None:
+        if self._thread is not None:
+            wait([self._thread])
+
+    def give_up(self) -> None:
+        """End all rollouts, and wait until the thread has ended."""
+        with self._lock:
+            for work in self._works:
+                work.given_up = True
+        self.join()
+
+    def _run(self) -> None:
+        try:
+            while self._has_work():
+                drain(Dispatch(self._fleet, self._works).run())
+        except BaseException as error:
+            with self._lock:
+                self._is_running, self._failure = False, error
+            raise
+
+    def _has_work(self) -> bool:
+        with self._lock:
+            self._is_running = any(one.is_wanted for one in self._works)
+            return self._is_running

@@ -20,7 +20,7 @@ from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.texts import log
 
 if TYPE_CHECKING:
-    from dppo_megatron.rollout.client.completion_buffer import HookFactory
+    from dppo_megatron.rollout.client.messages import HookFactory
     from dppo_megatron.rollout.sync.receipts import Canary
 
 

@@ -16,8 +16,7 @@ import torch
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.rank_zero import RankZero
-from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.server_engine import RankZero, ServerEngine
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.run import Run
 from dppo_megatron.train import train

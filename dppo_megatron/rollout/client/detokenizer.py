@@ -1,5 +1,4 @@
-"""Token ids to text, in a rank or in a rollout client. In a module of its own, so that a rank without servers does not
-import the rest of this package."""
+"""Token ids to text. In a separate module, so that a rank without servers does not import the rest of the package."""
 
 from __future__ import annotations
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import hmac
 import os
+import pickle
 import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rollout.servers.dialects import AnyDialect
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Graded, Submit
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Graded, Sampled, Submit, version_number
+from dppo_megatron.types import Completion, Grade, GradeTask
 
 
 class ClientHello(msgspec.Struct, frozen=True, tag=True):
@@ -46,8 +53,7 @@ class Servers(msgspec.Struct, frozen=True, tag=True):
 class EndRequests(msgspec.Struct, frozen=True, tag=True):
     tickets: list[int]
     drops: bool
-    """True: close the connections and discard the completions. False: ask the servers to abort, and keep what they have
-    generated so far."""
+    """True: close the connections and discard the completions. False: have the servers abort, and keep their tokens."""
 
 
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
@@ -55,8 +61,7 @@ class ClientLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class TakeShare(msgspec.Struct, frozen=True):
-    """A rank of the client's node requests its share of a rollout's ready groups: every `shares`-th group, starting
-    with number `share`."""
+    """A rank requests its share of a rollout's ready groups: every `shares`-th group from number `share` on."""
 
     share: int
     shares: int
@@ -106,7 +111,6 @@ def handshake(peer: socket.socket, key: bytes, *, listens: bool) -> None:
 
 
 def send(peer: socket.socket, message: bytes) -> None:
-    """Send one message; blocks until the kernel has taken it."""
     peer.sendall(framed(message))
 
 
@@ -125,3 +129,48 @@ def _receive_exactly(peer: socket.socket, size: int) -> bytes:
             raise ConnectionError("the other end has closed the connection")
         received += piece
     return bytes(received)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One completion on its way from the client to a rank."""
+
+    index: int
+    """Index of its group in the rollout."""
+    position: int
+    sampled: Sampled
+    text: str
+    grade: Grade | None
+    """The grading hook's; None: not graded in the client."""
+
+    @property
+    def completion(self) -> Completion:
+        return completion_of(self.sampled, self.text)
+
+
+def take_over(peer: socket.socket) -> Iterator[Arrived]:
+    """Receive a share. Raises ConnectionError if it is incomplete."""
+    while message := receive(peer):
+        yield pickle.loads(message)
+
+
+def completion_of(one: Sampled, text: str) -> Completion:
+    ids = one.token_ids.astype(np.int64)
+    return Completion(ids, one.logprobs, one.finish_reason, text, tuple(spans_of(one)), one.experts)
+
+
+def spans_of(sampled: Sampled) -> list[tuple[int, int]]:
+    """(weights version, tokens sampled under it), in order."""
+    return [(version_number(version), end - start) for version, start, end in sampled.weights_versions]
+
+
+class Hook(Protocol):
+    """Grades completions in the client's process."""
+
+    def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
+        """One grade per task, in order; a failed grading is a grade with a `failure`. Does not wait."""
+
+    def close(self) -> None: ...
+
+
+HookFactory = Callable[[], Hook]

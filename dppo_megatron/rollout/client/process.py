@@ -36,29 +36,8 @@ import msgspec
 from dppo_megatron.children import die_with_parent, ignore_signals
 from dppo_megatron.frames import FrameBuffer, framed
 from dppo_megatron.launcher_env import raise_file_limit
-from dppo_megatron.rollout.client.completion_buffer import (
-    BufferedGroup,
-    CompletionBuffer,
-    HookFactory,
-    hand_over,
-    spans_of,
-)
+from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import (
-    ENCODER,
-    TAKE,
-    TO_CLIENT,
-    ClientHello,
-    ClientLost,
-    FromClient,
-    HandshakeFailed,
-    ServerAddress,
-    Servers,
-    ToClient,
-    connect,
-    handshake,
-    receive,
-)
 from dppo_megatron.rollout.servers.http import (
     ERROR_BYTES,
     STALE_TRIES,
@@ -103,10 +82,78 @@ class Setup:
     take_path: str = ""
     """Unix socket on which ranks of this node request their shares."""
     detokenizer: Detokenizer | None = None
-    hook: HookFactory | None = None
+    hook: messages.HookFactory | None = None
     parent: int = field(default_factory=os.getpid)
     import_path: list[str] = field(default_factory=lambda: list(sys.path))
     """The trainer's `sys.path`: a user's grader may be a module that only this path finds."""
+
+
+@dataclass
+class BufferedGroup:
+    index: int
+    sampled: Sequence[Sampled]
+    texts: list[str] = field(default_factory=list)
+    """One per completion; empty until the group is ready to be taken."""
+    grades: Sequence[Grade | None] = ()
+    """One per completion, None if it was aborted or stopped early; empty if nothing was graded."""
+    rollout: int = 0
+    number: int = 0
+    """Order of arrival at this client within the rollout; decides whose share the group is in. The index in the rollout
+    cannot decide that: of two clients, one may have all even indices."""
+    first: int = 0
+    """Position in the group of the first completion here: aborted completions of a group are requested again alone."""
+
+
+class CompletionBuffer:
+    """Groups by ticket. The event loop puts them in; the hand-over thread takes them out."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[int, BufferedGroup] = {}
+        self._numbers: dict[int, dict[int, int]] = {}
+        """Rollout -> group index -> number. Completions of a group that are requested again go to the same share."""
+
+    def put(self, ticket: int, group: BufferedGroup) -> None:
+        with self._lock:
+            numbers = self._numbers.setdefault(group.rollout, {})
+            group.number = numbers.setdefault(group.index, len(numbers))
+            self._groups[ticket] = group
+
+    def drop(self, tickets: Sequence[int]) -> None:
+        with self._lock:
+            for ticket in tickets:
+                self._groups.pop(ticket, None)
+
+    def __contains__(self, ticket: int) -> bool:
+        with self._lock:
+            return ticket in self._groups
+
+    def mark_ready(self, ticket: int, texts: list[str], grades: Sequence[Grade | None]) -> bool:
+        """Mark a group as ready to be taken. Returns False if it was dropped meanwhile."""
+        with self._lock:
+            if ticket in self._groups:
+                self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
+            return ticket in self._groups
+
+    def take(self, share: int, shares: int, rollout: int = 0) -> list[BufferedGroup]:
+        """Remove and return a share of a rollout's ready groups, ordered by index."""
+        with self._lock:
+            ready = [(t, one) for t, one in self._groups.items() if one.rollout == rollout and one.texts]
+            mine = [ticket for ticket, group in ready if group.number % shares == share]
+            taken = sorted((self._groups.pop(ticket) for ticket in mine), key=lambda group: group.index)
+            if not any(group.rollout == rollout for group in self._groups.values()):
+                self._numbers.pop(rollout, None)
+            return taken
+
+
+def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
+    """Send a share: a message per completion, so that at most one is in memory twice, then an empty one, whose absence
+    shows that the client has died. Pickle is safe here: both ends have proven that they hold the job's key."""
+    for group in groups:
+        for position, (one, text) in enumerate(zip(group.sampled, group.texts, strict=True)):
+            grade = group.grades[position] if group.grades else None
+            messages.send(peer, pickle.dumps(messages.Arrived(group.index, group.first + position, one, text, grade)))
+    messages.send(peer, b"")
 
 
 class Client:
@@ -129,15 +176,14 @@ class Client:
         self._listener.listen(64)
 
     async def run(self) -> None:
-        """Work until rank 0 closes the connection."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
-        self._send(ClientHello(self._setup.node, self._sockets))
+        self._send(messages.ClientHello(self._setup.node, self._sockets))
         threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
         received = FrameBuffer()
         try:
             while piece := await reader.read(1 << 16):
                 for message in received.feed(piece):
-                    self._handle(TO_CLIENT.decode(message))
+                    self._handle(messages.TO_CLIENT.decode(message))
         except ConnectionError:
             pass  # the run has ended
         finally:
@@ -145,8 +191,8 @@ class Client:
             if self._hook is not None:
                 self._hook.close()
 
-    def _handle(self, message: ToClient) -> None:
-        if isinstance(message, Servers):
+    def _handle(self, message: messages.ToClient) -> None:
+        if isinstance(message, messages.Servers):
             self._servers.add(message.servers)
         elif isinstance(message, Submit):
             self._attempts[message.ticket] = (message, self._start_task(self._attempt(message)))
@@ -184,7 +230,7 @@ class Client:
             group = BufferedGroup(submit.index, sampled, rollout=submit.rollout, first=submit.first)
             self._buffer.put(submit.ticket, group)
             lengths, reasons = [len(one.token_ids) for one in sampled], [one.finish_reason for one in sampled]
-            spans = [span for one in sampled if one.finish_reason != "abort" for span in spans_of(one)]
+            spans = [span for one in sampled if one.finish_reason != "abort" for span in messages.spans_of(one)]
             prompt = len(submit.group.prompt_ids)
             # each later weights version began with a prefill of the prompt and of the tokens sampled before it
             read_again = sum(prompt + start for one in sampled for _, start, _ in one.weights_versions[1:])
@@ -192,9 +238,10 @@ class Client:
             self._text_thread.submit(self._detokenize, submit, sampled)
 
     async def _sample(self, submit: Submit) -> list[Sampled]:
-        """Raises like `ServerConnections.generate`."""
         for left in reversed(range(STALE_TRIES)):
-            unique = _with_unique_id(submit)
+            # an earlier attempt, whose connection was just closed, may still run, and SGLang refuses an id in use
+            name = f"{submit.group.request_id}.{secrets.token_hex(4)}"
+            unique = msgspec.structs.replace(submit, group=msgspec.structs.replace(submit.group, request_id=name))
             self._attempts[submit.ticket] = (unique, self._attempts[submit.ticket][1])
             try:
                 return await self._servers.generate(unique)
@@ -219,12 +266,10 @@ class Client:
             elif submit.ticket in self._buffer:
                 # pickled by this job's rank 0, and received over a connection that has proven the job's key
                 prompt = pickle.loads(submit.prompt)
-                tasks = [
-                    GradeTask.of(
-                        prompt, texts[at], submit.first + at, len(sampled[at].token_ids), sampled[at].finish_reason
-                    )
-                    for at in ended
-                ]
+                tasks = []
+                for at in ended:
+                    one, position = sampled[at], submit.first + at
+                    tasks.append(GradeTask.of(prompt, texts[at], position, len(one.token_ids), one.finish_reason))
                 self._hook.submit(tasks).add_done_callback(partial(self._graded, submit.ticket, sent, ended))
         except BaseException as error:
             self._lost(error)
@@ -248,16 +293,16 @@ class Client:
             self._loop.call_soon_threadsafe(self._send, Graded(ticket))
 
     def _lost(self, error: BaseException) -> None:
-        """Report to rank 0 that this client cannot go on; thread-safe."""
-        self._loop.call_soon_threadsafe(self._send, ClientLost(brief(error)))
+        """Thread-safe."""
+        self._loop.call_soon_threadsafe(self._send, messages.ClientLost(brief(error)))
 
     def _fail(self, message: AttemptFailed) -> None:
         self._attempts.pop(message.ticket, None)
         self._send(message)
 
-    def _send(self, message: FromClient) -> None:
+    def _send(self, message: messages.FromClient) -> None:
         """Queue a message to rank 0; messages of the same interval are written together."""
-        self._unsent.append(framed(ENCODER.encode(message)))
+        self._unsent.append(framed(messages.ENCODER.encode(message)))
         if len(self._unsent) == 1:
             self._loop.call_at(self._last_write_s + _SEND_INTERVAL_S, self._write)
 
@@ -269,10 +314,10 @@ class Client:
     def _serve_ranks(self) -> None:
         while True:
             peer, _ = self._listener.accept()
-            with peer, contextlib.suppress(OSError, HandshakeFailed):
+            with peer, contextlib.suppress(OSError, messages.HandshakeFailed):
                 peer.settimeout(_CONNECT_S)
-                handshake(peer, self._setup.secret, listens=True)
-                take = TAKE.decode(receive(peer))
+                messages.handshake(peer, self._setup.secret, listens=True)
+                take = messages.TAKE.decode(messages.receive(peer))
                 hand_over(peer, self._buffer.take(take.share, take.shares, take.rollout))
 
 
@@ -281,25 +326,20 @@ class ServerConnections:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
-        self._servers: dict[str, ServerAddress] = {}
+        self._servers: dict[str, messages.ServerAddress] = {}
         self._running: set[str] = set()
         """Ids of requests in flight that have not been aborted."""
 
-    def add(self, servers: list[ServerAddress]) -> None:
+    def add(self, servers: list[messages.ServerAddress]) -> None:
         """Add servers; one with a known address replaces the previous server there."""
         for address in servers:
             self._servers[address.peer.url] = address
             self._transport.know(address.peer)
 
     async def generate(self, submit: Submit) -> list[Sampled]:
-        """The completions of a group, checked.
-
-        If the request is aborted before its last round is posted, that round is not posted and the completions are
-        empty: the server could not abort a request that reaches it after the abort.
-
-        Raises:
-            Unreachable (Stale among them), Refused, BadAnswer, OurFault.
-        """
+        """The completions of a group, checked. If the request is aborted before its last round is posted, that is not
+        posted and the completions are empty: the server could not abort a request that reaches it after the abort.
+        Raises Unreachable (Stale, BadAnswer), Refused, OurFault."""
         server, group = self._servers[submit.server], submit.group
         answers: list[bytes] = []
         self._running.add(group.request_id)
@@ -312,17 +352,14 @@ class ServerConnections:
         except TimeoutError:
             raise Unreachable(f"{server.peer.url}: no complete answer after {submit.timeout_s:g} s") from None
         except OurFault as error:
-            raise OurFault(
-                f"the rollout client can open no more connections ({error}); it opens at most {self._sockets},"
-                " because of its limit on open files (ulimit -n)"
-            ) from None
+            limit = f"it opens at most {self._sockets}, because of its limit on open files (ulimit -n)"
+            raise OurFault(f"the rollout client can open no more connections ({error}); {limit}") from None
         finally:
             self._running.discard(group.request_id)
         return checked(server.dialect.read(answers, group), group, submit.expected)
 
     async def abort(self, server: str, group: GenerateRequest) -> None:
-        """Have the server abort a request. Failures are ignored: a server that cannot be reached no longer runs the
-        request, or its health probe will find it hung."""
+        """Have the server abort a request. Failures are ignored: health probes find a server that hangs."""
         self._running.discard(group.request_id)
         address = self._servers[server]
         calls = address.dialect.abort_calls(group)
@@ -339,7 +376,7 @@ class ServerConnections:
             except (Unreachable, Refused, OurFault):
                 return
 
-    async def _post_all(self, server: ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
+    async def _post_all(self, server: messages.ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
         """The answers to `calls`, in order. The first failure cancels the other calls."""
         peer, post = server.peer, self._transport.request
         if len(calls) == 1:
@@ -352,13 +389,6 @@ class ServerConnections:
                 task.cancel()
 
 
-def _with_unique_id(submit: Submit) -> Submit:
-    """The attempt under a unique request id. An earlier attempt at the group, whose connection was just closed, may
-    still run on the server, and SGLang refuses an id that is in use."""
-    unique = f"{submit.group.request_id}.{secrets.token_hex(4)}"
-    return msgspec.structs.replace(submit, group=msgspec.structs.replace(submit.group, request_id=unique))
-
-
 def _exit(setup: Setup) -> None:
     """End the process and remove the sockets' directories, which a killed trainer could not remove."""
     for path in (setup.take_path, setup.rank_zero):
@@ -369,13 +399,12 @@ def _exit(setup: Setup) -> None:
 
 async def _run(setup: Setup) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _exit, setup)
-    control = connect(setup.rank_zero, _CONNECT_S)
-    handshake(control, setup.secret, listens=False)
+    control = messages.connect(setup.rank_zero, _CONNECT_S)
+    messages.handshake(control, setup.secret, listens=False)
     await Client(setup, control).run()
 
 
 def main() -> None:
-    """Read the setup from stdin and work until the trainer has ended."""
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
     signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; not SIG_IGN, which children of the graders would inherit
     setup: Setup = pickle.load(sys.stdin.buffer)

@@ -31,23 +31,7 @@ import msgspec
 from dppo_megatron.children import start_python
 from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.frames import FrameBuffer
-from dppo_megatron.rollout.client.completion_buffer import Arrived, take_over
-from dppo_megatron.rollout.client.messages import (
-    ENCODER,
-    FROM_CLIENT,
-    ClientHello,
-    ClientLost,
-    EndRequests,
-    HandshakeFailed,
-    ServerAddress,
-    Servers,
-    TakeShare,
-    ToClient,
-    connect,
-    handshake,
-    receive,
-    send,
-)
+from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
 from dppo_megatron.rollout.servers.wire import Event, Submit
 from dppo_megatron.texts import log
@@ -69,8 +53,7 @@ class Nodes:
 
     @staticmethod
     def of(names: Sequence[int], rank: int) -> Nodes:
-        """From `launched_node` of each rank. Two torchrun agents on one machine count as two nodes, since each starts
-        its own servers and can end without the other.
+        """From `launched_node` of each rank. Two torchrun agents on one machine count as two nodes.
 
         Example: names 0, 0, 2, 2 give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
         """
@@ -83,7 +66,6 @@ class Nodes:
 
     @property
     def local_ranks(self) -> list[int]:
-        """Ranks of this node, including this one."""
         return [rank for rank, node in enumerate(self.of_rank) if node == self.node]
 
     @property
@@ -109,32 +91,6 @@ class ClientRendezvous(msgspec.Struct, frozen=True):
         return f"{_socket_directory()}/dppo-{self.name}-{node}/take"
 
 
-class Listener:
-    """Rank 0's listening socket, to which the clients connect.
-
-    Args:
-        host: with several nodes, the one address of this machine to listen on, by which the other nodes reach it.
-    """
-
-    def __init__(self, num_nodes: int, host: str = "") -> None:
-        name, secret = secrets.token_hex(8), secrets.token_bytes(32)
-        self._directory = Path(_socket_directory()) / f"dppo-{name}"
-        self._directory.mkdir(mode=0o700)  # other users must not be able to create sockets in it
-        if num_nodes == 1:
-            path = str(self._directory / "rank0")
-            self.socket = socket.socket(socket.AF_UNIX)
-            self.socket.bind(path)
-            self.rendezvous = ClientRendezvous(path, secret, name)
-        else:
-            self.socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-            self.rendezvous = ClientRendezvous(f"{host}:{self.socket.getsockname()[1]}", secret, name)
-        self.socket.listen(num_nodes)
-
-    def close(self) -> None:
-        self.socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-
 def _socket_directory() -> str:
     """A directory whose name is short enough: the path of a unix socket has at most 107 bytes."""
     directory = tempfile.gettempdir()
@@ -142,8 +98,6 @@ def _socket_directory() -> str:
 
 
 class NodeClient:
-    """The client process of this node, started by its first rank."""
-
     def __init__(self, setup: Setup) -> None:
         self._directory = Path(setup.take_path).parent
         self._directory.mkdir(mode=0o700)
@@ -166,23 +120,20 @@ class NodeClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) -> Iterator[Arrived]:
+def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) -> Iterator[messages.Arrived]:
     """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended."""
     try:
-        with connect(path, _HANDSHAKE_S) as peer:
+        with messages.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
-            handshake(peer, secret, listens=False)
-            send(peer, ENCODER.encode(TakeShare(share, shares, rollout)))
-            yield from take_over(peer)
+            messages.handshake(peer, secret, listens=False)
+            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout)))
+            yield from messages.take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None
 
 
 def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = ()) -> list[int]:
-    """The client that owns each server, by the number of its node.
-
-    Args:
-        launched_on: if the job has started the servers, the node of each, whose client then owns it.
+    """The client that owns each server, by the number of its node: `launched_on`, if the job has started the servers.
 
     Example: four servers elsewhere, and a job on two nodes: clients 0, 1, 0, 1.
     """
@@ -199,21 +150,34 @@ def owners(urls: Sequence[str], num_clients: int, launched_on: Sequence[int] = (
 
 
 class Clients:
-    """All rollout clients of a job, used by rank 0. Implements `wire.RolloutClients`.
+    """All rollout clients of a job, which connect to rank 0. Implements `wire.RolloutClients`.
 
     Args:
+        hosts: for each node, the address by which other nodes reach it; with several, rank 0 listens on the first only.
         of_server: the client that owns each of `addresses`.
         nodes: nodes whose clients take part although they own no server yet: servers may join later.
     """
 
     def __init__(
         self,
-        listener: Listener,
-        addresses: Sequence[ServerAddress],
+        hosts: Sequence[str],
+        addresses: Sequence[messages.ServerAddress],
         of_server: Sequence[int],
         nodes: Sequence[int] = (),
     ) -> None:
-        self._listener, self._addresses = listener, addresses
+        name, host = secrets.token_hex(8), hosts[0]
+        self._directory = Path(_socket_directory()) / f"dppo-{name}"
+        self._directory.mkdir(mode=0o700)  # other users must not be able to create sockets in it
+        if len(hosts) == 1:
+            address = str(self._directory / "rank0")
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(address)
+        else:
+            self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            address = f"{host}:{self._listener.getsockname()[1]}"
+        self._listener.listen(len(hosts))
+        self.rendezvous = ClientRendezvous(address, secrets.token_bytes(32), name)
+        self._addresses = addresses
         self._of_server = dict(zip((address.peer.url for address in addresses), of_server, strict=True))
         self._owned = Counter(of_server)
         """How many servers each client owns, not counting those in `_gone`."""
@@ -226,25 +190,21 @@ class Clients:
         self._lock = threading.Lock()
 
     def start(self, wanted_per_server: int) -> None:
-        """Wait for every client to connect, and send it its servers. Raises RunAborted after `_START_S`.
-
-        Args:
-            wanted_per_server: requests in flight that a server would take; logs if a client can open fewer sockets.
-        """
+        """Wait for every client to connect, and send it its servers. Raises RunAborted after `_START_S`. Logs if a
+        client can open fewer sockets than `wanted_per_server`, the requests that a server would take at a time."""
         deadline = time.monotonic() + _START_S
         needed = set(self._nodes)
         while missing := needed - set(self._peers):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise RunAborted(
-                    f"the rollout clients of nodes {sorted(missing)} have not connected after {_START_S:g} s"
-                )
-            self._listener.socket.settimeout(left_s)
-            with contextlib.suppress(OSError, HandshakeFailed, msgspec.DecodeError):
-                self._accept(self._listener.socket.accept()[0])
+                names = sorted(missing)
+                raise RunAborted(f"the rollout clients of nodes {names} have not connected after {_START_S:g} s")
+            self._listener.settimeout(left_s)
+            with contextlib.suppress(OSError, messages.HandshakeFailed, msgspec.DecodeError):
+                self._accept(self._listener.accept()[0])
         for node in needed:
             mine = [address for address in self._addresses if self._of_server[address.peer.url] == node]
-            self._send(node, Servers(mine))
+            self._send(node, messages.Servers(mine))
             room = max(1, self._sockets[node] // max(1, len(mine)))
             if room < wanted_per_server:
                 log(
@@ -253,11 +213,11 @@ class Clients:
                     f" {wanted_per_server}; a limit of {len(mine) * wanted_per_server + OWN_FILES} would be enough"
                 )
 
-    def add(self, address: ServerAddress) -> None:
+    def add(self, address: messages.ServerAddress) -> None:
         """Add a server, owned by the client with the fewest; or replace the server that was at this address."""
         node = self._of_server.setdefault(address.peer.url, min(self._nodes, key=self._owned.__getitem__))
         self.gone(self._gone - {address.peer.url})
-        self._send(node, Servers([address]))
+        self._send(node, messages.Servers([address]))
 
     def client_of(self, server: str) -> int:
         return self._of_server[server]
@@ -291,10 +251,10 @@ class Clients:
                 piece = b""
             if not piece:
                 raise RunAborted(f"the rollout client of node {node} has ended; its completions are lost")
-            for message in map(FROM_CLIENT.decode, self._buffers[node].feed(piece)):
-                if isinstance(message, ClientLost):
+            for message in map(messages.FROM_CLIENT.decode, self._buffers[node].feed(piece)):
+                if isinstance(message, messages.ClientLost):
                     raise RunAborted(f"the rollout client of node {node} cannot go on: {message.text}")
-                if not isinstance(message, ClientHello):
+                if not isinstance(message, messages.ClientHello):
                     events.append(message)
         return events
 
@@ -303,16 +263,17 @@ class Clients:
             peer.close()
         self._selector.close()
         self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _accept(self, peer: socket.socket) -> None:
         peer.settimeout(_HANDSHAKE_S)
         try:
-            handshake(peer, self._listener.rendezvous.secret, listens=True)
-            hello = FROM_CLIENT.decode(receive(peer))
+            messages.handshake(peer, self.rendezvous.secret, listens=True)
+            hello = messages.FROM_CLIENT.decode(messages.receive(peer))
         except BaseException:
             peer.close()
             raise
-        if isinstance(hello, ClientHello):
+        if isinstance(hello, messages.ClientHello):
             peer.settimeout(_SEND_S)
             self._peers[hello.node], self._sockets[hello.node] = peer, hello.sockets
             self._buffers[hello.node] = FrameBuffer()
@@ -321,11 +282,11 @@ class Clients:
     def _end(self, tickets: Sequence[int], *, drops: bool) -> None:
         """Sent to all clients; a client ignores tickets that it does not have."""
         for node in self._nodes if tickets else ():
-            self._send(node, EndRequests(list(tickets), drops))
+            self._send(node, messages.EndRequests(list(tickets), drops))
 
-    def _send(self, node: int, message: ToClient) -> None:
+    def _send(self, node: int, message: messages.ToClient) -> None:
         with self._lock:
             try:
-                send(self._peers[node], ENCODER.encode(message))
+                messages.send(self._peers[node], messages.ENCODER.encode(message))
             except OSError as error:
                 raise RunAborted(f"the rollout client of node {node} has ended: {error}") from None

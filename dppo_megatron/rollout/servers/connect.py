@@ -1,15 +1,11 @@
-"""Finds the servers of a run and checks that they fit it: at the start, and at every weight sync.
-
-A user's mistakes about servers are reported here, before the first step. Each message names the address, what was found
-and what would be right.
-"""
+"""Finds the servers of a run and checks that they fit it: at the start, and at every weight sync."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,8 +52,6 @@ class Launched:
 
 @dataclass
 class ConnectedServers:
-    """The checked servers of a run."""
-
     servers: list[Server]
     routers: list[RouterServer]
     channel: ChannelName
@@ -71,15 +65,8 @@ class ConnectedServers:
 def connect(
     config: Config, architecture: Architecture, devices: Sequence[RankDevice], launched: Sequence[Launched] = ()
 ) -> ConnectedServers:
-    """Connect to every server and check it.
-
-    Args:
-        devices: where each rank has the weights that it sends.
-        launched: the job's own servers.
-
-    Raises:
-        UserError: names the server and what is wrong with it.
-    """
+    """Connect to every server and check it. `devices`: where each rank has the weights that it sends. Raises UserError,
+    which names the server and what is wrong with it."""
     rollout = config.rollout
     routers: list[RouterServer] = []
     read_addresses: Addresses | None = None
@@ -104,21 +91,14 @@ def connect(
         check_server(server.http.url, info, config, architecture)
     routers = [router for router in routers if set_dialect(router, [server.dialect for server in servers])]
     on_gpu = any(CPU not in device.names for device in devices)
-    device_map = _device_map(launched, infos, devices)
-    if on_gpu and rollout.servers.colocate:
-        _check_shared(device_map, launched, infos, devices)
+    device_map = _device_map(launched, infos, devices, all_shared=on_gpu and rollout.servers.colocate)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if device_map.get(url)], "nccl": [url for url in urls if not unequal[url]]}
-    channel, why = choose_channel(
-        rollout.sync.channel,
-        [
-            [name for name in info.channels if url in works.get(name, urls)]
-            for url, info in zip(urls, infos, strict=True)
-        ],
-        on_gpu=on_gpu,
-        colocated=rollout.servers.colocate,
-        unequal="; ".join(f"{url}: {difference}" for url, difference in unequal.items() if difference),
-    )
+    named = zip(urls, infos, strict=True)
+    offered = [[name for name in info.channels if url in works.get(name, urls)] for url, info in named]
+    difference = "; ".join(f"{url}: {difference}" for url, difference in unequal.items() if difference)
+    colocated = rollout.servers.colocate
+    channel, why = choose_channel(rollout.sync.channel, offered, on_gpu=on_gpu, colocated=colocated, unequal=difference)
     return ConnectedServers(
         servers=servers,
         routers=routers,
@@ -136,7 +116,6 @@ def _registered(directory: Directory, rollout: RolloutConfig) -> dict[str, str]:
     """Address -> key of the registered servers that answer."""
 
     def answers(entry: RegistryEntry) -> bool:
-        """Whether the server is healthy; raises UserError if this run must not use it."""
         check_entry(entry, rollout)
         try:
             make_server(rollout, entry.url, entry.api_key, 0).healthy(timeout_s=_READY_S)
@@ -156,15 +135,14 @@ def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
 
 
 def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
-    """The addresses of the configured servers and of the workers of configured routers; and the routers (`router.py`).
-
-    Raises:
-        UserError: a router lists no worker, one twice, or one at an address that is not allowed.
-    """
+    """The addresses of configured servers and of the workers of configured routers; and the routers (`router.py`).
+    Raises UserError for a router that lists no worker, one twice, or one at an address that is not allowed."""
     servers: list[str] = []
     routers: list[RouterServer] = []
     for url in rollout.servers.endpoints:
-        named = _named_workers(Http(url, key, proves=None))
+        named = None
+        with suppress(Unreachable, Refused):  # no such path, or no answer: if that is a fault, `describe` reports it
+            named = named_workers(Http(url, key, proves=None), _FIRST_ANSWER_S)
         for worker in named or []:
             check_endpoint(worker, rollout)
         if named == []:
@@ -179,8 +157,7 @@ def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list
 
 
 def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
-    """A warning if torch shares its memory as file descriptors, which a server in a container opens only with ptrace
-    rights; otherwise empty."""
+    """A warning if torch shares memory as file descriptors, for which containers need ptrace rights; else empty."""
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in variables.get(variable, "").replace(" ", "").lower():
             return (
@@ -190,37 +167,18 @@ def ipc_warning(variables: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-def _named_workers(http: Http) -> list[str] | None:
-    """None if it is not a router."""
-    try:
-        return named_workers(http, _FIRST_ANSWER_S)
-    except (Unreachable, Refused):  # no such path, another answer, or none: if that is a fault, `describe` reports it
-        return None
-
-
 def _device_map(
-    launched: Sequence[Launched], infos: Sequence[ServerInfo], devices: Sequence[RankDevice]
+    launched: Sequence[Launched], infos: Sequence[ServerInfo], devices: Sequence[RankDevice], *, all_shared: bool
 ) -> dict[str, tuple[int, ...] | None]:
-    """Address of each launched server -> the ranks that share its workers' devices; None if a worker is on a device
-    without a rank."""
+    """Address of each launched server -> the ranks that share its workers' devices; None if a worker has no rank. With
+    `all_shared` that is a UserError: its GPU may be another job's."""
     device_map = {}
     for turn, (server, info) in enumerate(zip(launched, infos, strict=False)):  # `launched` may be empty
         workers = info.devices
         if not workers and torch.cuda.is_available():
             workers = tuple(visible_devices(server.visible_devices)[: info.world_size])
-        device_map[server.url] = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
-    return device_map
-
-
-def _check_shared(
-    device_map: Mapping[str, tuple[int, ...] | None],
-    launched: Sequence[Launched],
-    infos: Sequence[ServerInfo],
-    devices: Sequence[RankDevice],
-) -> None:
-    """Raise UserError for a colocated server with a worker on a GPU that no rank has: it may be another job's."""
-    for server, info in zip(launched, infos, strict=True):
-        if device_map[server.url] is None:
+        ranks = ranks_of_workers(devices, workers or (CPU,) * info.world_size, turn, server.node)
+        if ranks is None and all_shared:
             here = ["/".join(sorted(one.names, key=len)[:2]) for one in devices if one.node == server.node]
             alone = [name for name in info.devices if not ranks_of_workers(devices, [name], 0, server.node)]
             raise UserError(
@@ -228,6 +186,8 @@ def _check_shared(
                 f" (CUDA_VISIBLE_DEVICES={server.visible_devices or ''}): the ranks of its machine are on"
                 f" {', '.join(here)}. rollout.servers.gpus sets its GPUs"
             )
+        device_map[server.url] = ranks
+    return device_map
 
 
 def configured_key(rollout: RolloutConfig) -> str:
@@ -237,7 +197,6 @@ def configured_key(rollout: RolloutConfig) -> str:
 
 
 def make_server(rollout: RolloutConfig, url: str, api_key: str, vocab_size: int) -> Server:
-    """The server at `url`, of the run's engine."""
     http = Http(url, api_key, proves=None if rollout.servers.endpoints else True)  # a user's own may not have the proof
     return VLLMServer(http) if rollout.engine == "vllm" else SGLangServer(http, vocab_size)
 
@@ -247,9 +206,8 @@ def _read_info(server: Server, timeout_s: float) -> ServerInfo:
     try:
         return server.describe(timeout_s=timeout_s)
     except BadAnswer as error:
-        raise UserError(
-            f"{server.http.url} answers, but is no {server.engine} server that this trainer can read: {error}"
-        ) from None
+        problem = f"answers, but is no {server.engine} server that this trainer can read: {error}"
+        raise UserError(f"{server.http.url} {problem}") from None
 
 
 def describe(server: Server, api_key_env: str) -> ServerInfo:
@@ -273,15 +231,12 @@ def describe(server: Server, api_key_env: str) -> ServerInfo:
 def choose_channel(
     wanted: str, offered: Sequence[Sequence[str]], *, on_gpu: bool, colocated: bool, unequal: str = ""
 ) -> tuple[ChannelName, str]:
-    """The sync channel and why.
+    """The sync channel and why. Raises UserError if a server does not offer the one that is set, or `auto` finds none.
 
     Args:
         wanted: `rollout.sync.channel`.
         offered: the channels that each server supports.
         unequal: how NCCL differs between servers and trainer; those servers do not offer nccl.
-
-    Raises:
-        UserError: a server does not offer the channel that is set, or with `auto` there is none.
     """
     common: set[str] = set(offered[0]).intersection(*offered[1:]) if offered else set()
     if wanted != "auto":
@@ -373,13 +328,9 @@ class Membership:
     """Keeps the members of a fleet equal to the servers that are listed now and fit the run.
 
     At every weight sync the addresses are read again: from a directory, or from routers. A new server that fits becomes
-    a stale member, so that the sync brings it the weights before its first request. One that does not fit, or does not
-    answer yet, is skipped. One that has left gets no more requests. One that was out and that this job has not started
-    is checked again when it is back (`inspect`): it may have been restarted with other arguments.
-
-    Args:
-        known: the servers that were connected at the start, and how to read the addresses again.
-        introduce: tells the rollout clients about a server that becomes a member or whose dialect has changed.
+    a stale member, so that the sync brings it the weights before its first request. One that was out and that this job
+    has not started is checked again when it is back (`inspect`): it may have been restarted with other arguments.
+    `introduce` tells the rollout clients about a server that becomes a member or whose dialect has changed.
     """
 
     def __init__(
@@ -389,7 +340,6 @@ class Membership:
         self._introduce = introduce
         self._rejected: set[tuple[str, str]] = set()
         """(address, key) of servers that did not fit."""
-        self._busy = threading.Lock()
 
     def inspect(self, member: Member) -> None:
         """Check a server that is back. Raises Unreachable or Refused, or UserError if it does not fit."""
@@ -399,15 +349,12 @@ class Membership:
             self._introduce(member.server)
 
     def update(self, fleet: Fleet) -> None:
-        """Add new servers and remove those that have left; returns at once if another thread is doing so."""
-        if self._known.addresses is None or not self._busy.acquire(blocking=False):
-            return
+        """Add new servers and remove those that have left."""
         try:
-            self._update(fleet, self._known.addresses())
+            if self._known.addresses is not None:
+                self._update(fleet, self._known.addresses())
         except (OSError, UserError) as error:  # a file system that hangs, a file of another user
             log(f"rollout: the addresses of servers cannot be read: {error}")
-        finally:
-            self._busy.release()
 
     def _update(self, fleet: Fleet, entries: dict[str, RegistryEntry]) -> None:
         for member in fleet.members:
@@ -427,7 +374,6 @@ class Membership:
                 log(f"rollout: new server {server.http.url}; it gets requests after a weight sync")
 
     def _try(self, entry: RegistryEntry) -> Server | None:
-        """The server, if it answers and fits."""
         config = self._config
         try:
             check_entry(entry, config.rollout)
@@ -444,7 +390,6 @@ class Membership:
         return None
 
     def _check(self, server: Server) -> None:
-        """Raises as `inspect`."""
         url, channel = server.http.url, self._known.channel
         info = _read_info(server, _ASK_S)
         check_server(url, info, self._config, self._architecture)

@@ -25,7 +25,7 @@ DeviceMap: TypeAlias = dict[str, tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class RankDevice:
     node: int
-    """Number of the rank's machine in the job, as in `job_nodes.py`; servers launched there may share its device."""
+    """The rank's machine in the job, as in `launched_servers.py`; servers launched there may share its device."""
     names: frozenset[str]
     """Names of its device: the UUID as torch and as CUDA write it, and its CUDA_VISIBLE_DEVICES entry; or `cpu`."""
 
@@ -54,10 +54,8 @@ def servers_devices(gpus: Sequence[str], inherited: str, ranks: int) -> list[str
     """The CUDA_VISIBLE_DEVICES of each server, from `rollout.servers.gpus`.
 
     Its numbers are taken as positions in the `inherited` CUDA_VISIBLE_DEVICES, as a rank's number is, if that has all
-    of these positions and none is among the first `ranks`, which train. Otherwise they are CUDA's own numbers.
-
-    Raises:
-        UserError: only some of the positions are among the first `ranks`, so that it is not clear which GPUs are meant.
+    of these positions and none is among the first `ranks`, which train. Otherwise they are CUDA's own numbers. Raises
+    UserError if only some of the positions are among the first `ranks`.
 
     Example:
         servers_devices(["0", "1"], "6,7", 0) == ["6", "7"]

@@ -48,8 +48,7 @@ def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
     total = sum(answer.tokens for answer in answers)
     sizes = [math.prod(one.experts[1:]) * np.dtype(one.experts[0]).itemsize if one.experts else 0 for one in answers]
     if len(body) != 8 * total + sum(sizes):
-        and_experts = f" and {sum(sizes)} bytes of experts" if sum(sizes) else ""
-        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens{and_experts}")
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens and {sum(sizes)} bytes of experts")
     tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
     completions, first, offset = [], 0, 8 * total
     for index, (answer, size) in enumerate(zip(answers, sizes, strict=True)):
@@ -75,7 +74,6 @@ def _check_id(received: str, rid: str) -> None:
 
 
 def _rid(group: GenerateRequest, index: int) -> str:
-    """Request id of one completion."""
     return f"{group.request_id}/{index}"
 
 
@@ -247,7 +245,6 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
         return [Call("/abort_request", msgspec.json.encode({"rid": rid})) for rid in rids]
 
     def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """The completions in the order of the batch."""
         [content] = answers
         if self.arrays:
             return _from_arrays(content, group)
@@ -258,12 +255,10 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
 
 class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
     """POST /generate as sglang-router accepts it (0.3.2): one completion per request, since it takes one id per request
-    and with n > 1 SGLang would choose the ids. The router has no path for arrays, nor for `abort_calls`, which are sent
-    to its workers."""
+    and with n > 1 SGLang would choose the ids. It has no path for arrays, nor for `abort_calls`, which workers get."""
 
     def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """First a request for 0 tokens: the router's prefix tree then sends the others to the same worker, whose cache
-        has the prompt."""
+        """First a request for 0 tokens: the router's prefix tree then sends the others to the worker that got it."""
         batch = sglang_body(group, self.seeded, self.vocab_size)
         each = zip(batch["rid"], batch["input_ids"], batch["sampling_params"], strict=True)
         bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
@@ -313,8 +308,7 @@ def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int
 
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
-    """The request to SGLang. With top_p or top_k it asks for the log-probabilities under the truncated distribution:
-    SGLang's usual ones are those before truncation."""
+    """The request to SGLang. Its usual log-probabilities are those before top_p and top_k, so it asks for others."""
     cuts = _cuts(group)
     # every parameter is set: SGLang takes missing ones from the model's generation_config.json
     parameters: dict[str, Any] = {

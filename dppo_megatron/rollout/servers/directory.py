@@ -5,9 +5,8 @@
     touches it every 5 s ---------------------------------------->  each weight sync: which are new, which have left
     ends -> removes it
 
-Files need no extra service: the run directory is shared already, a file without a heartbeat is ignored, and the file
-system protects the keys. A file holds a key, so it is readable by its owner only (0600). Only files of the same user
-are read, since weights are sent to the addresses in them.
+A file holds a key, so it is readable by its owner only (0600). Only files of the same user are read, since weights are
+sent to the addresses in them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -48,20 +47,12 @@ Addresses: TypeAlias = Callable[[], dict[str, RegistryEntry]]
 
 
 class Registration:
-    """One server's file, from construction to `remove`.
-
-    Args:
-        name: of the file; no two servers may have the same.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """One server's file, from construction to `remove`. Raises OSError. `name`: no two servers may have the same."""
 
     def __init__(self, directory: Path, name: str, entry: RegistryEntry) -> None:
         self._path = directory / f"{name}{_SUFFIX}"
-        content = {"url": entry.url, "api_key": entry.api_key, "engine": entry.engine}
         with replacing(self._path, mode=0o600) as file:  # atomic: readers never see a part of it
-            file.write(json.dumps(content).encode())
+            file.write(json.dumps(asdict(entry)).encode())
 
     def beat(self) -> None:
         """Send a heartbeat. Errors are ignored, as the file system may recover."""
@@ -69,17 +60,12 @@ class Registration:
             os.utime(self._path)
 
     def remove(self) -> None:
-        """Remove the file, if it is still there."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 
 
 class Directory:
-    """The registered servers, as the trainer sees them.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The registered servers, as the trainer sees them. `clock`: monotonic seconds."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
@@ -88,13 +74,9 @@ class Directory:
 
     def entries(self) -> dict[str, RegistryEntry]:
         """Address -> entry, of the servers with a recent heartbeat. Of two files with one address, the newer counts.
-
-        Raises:
-            UserError: a file can be read by others, belongs to another user, or cannot be read.
-        """
+        Raises UserError for a file that can be read by others, belongs to another user, or cannot be read."""
         found: dict[str, tuple[int, RegistryEntry]] = {}
-        names = sorted(self._path.glob(f"[!.]*{_SUFFIX}")) if self._path.is_dir() else []
-        for path in names:
+        for path in sorted(self._path.glob(f"[!.]*{_SUFFIX}")):
             try:
                 stamp, entry = _read(path)
             except FileNotFoundError:  # it has just been removed
@@ -112,14 +94,8 @@ class Directory:
     def wait_for(
         self, count: int, timeout_s: float, answers: Callable[[RegistryEntry], bool]
     ) -> dict[str, RegistryEntry]:
-        """Wait until at least `count` servers answer; returns address -> entry of those that do.
-
-        Args:
-            answers: asks a server whether it is healthy.
-
-        Raises:
-            UserError: too few answer within `timeout_s`.
-        """
+        """Wait until `answers` is true for at least `count` servers; returns address -> entry of these. Raises
+        UserError after `timeout_s`."""
         deadline, logged_state = time.monotonic() + timeout_s, ""
         while True:
             entries = self.entries()

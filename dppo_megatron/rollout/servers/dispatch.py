@@ -8,24 +8,19 @@ Runs on rank 0 and decides from scalars; the rollout clients hold the sockets an
          <------ Graded ------------- decoded, graded
       waits for: events, a tick        waits for: sockets, graders
 
-The rules:
+docs/engines.md#failures has the rules for users. In addition:
 
 - With several rollouts, the earliest step has priority: groups of a later step get only the room that no group of the
   earlier one can use. So they fill the servers while the earlier step's stragglers finish.
-- A group goes to the live server or router with the fewest outstanding tokens that has room for its completions.
-  `max_concurrent_sequences` counts completions, so a group of one takes an eighth of the room of a group of eight. The
-  limit is per engine: a server with four data-parallel replicas has room for four times as many.
-- A training group is split into parts, at most one per live server of the client or router that has most of them
-  (`Work.spread`): completions of a hard prompt are long together, and a server that had all of them would finish last.
-  A rank takes what its node's client holds, so all parts go to servers of one client, as long as at least half of them
-  are live (else all parts would wait for those few) and one of them accepts requests. Parts that go to another client
-  are joined with the rest of their group after the rollout (`Work.homes`).
-- Groups on a server that is marked out are queued again; answers that arrive after that are discarded. With a seed
-  (vLLM) the retry samples the same completions, so a failure does not favour short ones; without a seed, or under newer
-  weights, the group is recorded in `Work.resent`.
+- `max_concurrent_sequences` counts completions: a group of one takes an eighth of the room of a group of eight.
+- A training group is split into parts (`Work.spread`): completions of a hard prompt are long together, and a server
+  that had all of them would finish last. A rank takes what its node's client holds, so all parts go to servers of one
+  client, as long as at least half of them are live (else all parts would wait for those few) and one of them accepts
+  requests. Parts that go to another client are joined with the rest of their group after the rollout (`Work.homes`).
+- With a seed (vLLM) a retry samples the same completions, so a failure does not favour short ones; without a seed, or
+  under newer weights, the group is recorded in `Work.resent`. Answers that arrive after a retry began are discarded.
 - Every wait has a limit: `request_timeout_s` per request, from its first attempt, and `_MAX_FAILURES` failed answers
-  to it. Either ends in one message with the request's id. A training request that fails loses its completions; a late
-  one loses only the unfinished ones. Without a live server the rollout pauses, and the next weight sync waits for one.
+  to it. Without a live server the rollout pauses, and the next weight sync waits for one.
 """
 
 from __future__ import annotations
@@ -82,21 +77,13 @@ class _Attempt:
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
-    """Yields the index of each group as it lands, each once; ends when all are ready.
-
-    Raises:
-        NeedsWeights: no live server.
-        RunAborted: a request has timed out or failed too often.
-    """
+    """Yields the index of each group as it lands, each once; ends when all are ready. Raises NeedsWeights without a
+    live server, and RunAborted for a request that has timed out or failed too often."""
     return Dispatch(fleet, [work]).run()
 
 
 class Dispatch:
-    """The requests of several rollouts in flight.
-
-    Args:
-        works: read again in each round: another thread may add to it.
-    """
+    """The requests of several rollouts in flight. `works` is read again in each round: another thread may add to it."""
 
     def __init__(self, fleet: Fleet, works: Collection[Work]) -> None:
         assert fleet.clients is not None
@@ -166,9 +153,8 @@ class Dispatch:
                     continue
                 passed_on = tuple(router.server.dialect.carries(group) for router in routers)
                 if passed_on not in known:
-                    known[passed_on] = [
-                        (self._clients.client_of(one.name), one) for one in self._fleet.targets_for(group)
-                    ]
+                    found = self._fleet.targets_for(group)
+                    known[passed_on] = [(self._clients.client_of(one.name), one) for one in found]
                 targets = known[passed_on]
                 close = [(client, one) for client, one in targets if client in near and one.is_ready]
                 free = [one for client, one in close or targets if client not in full and self._has_room(one, group)]
@@ -239,14 +225,16 @@ class Dispatch:
                     work.ready.add(index)
                     now = self._fleet.spans.clock()
                     landed_s = self._landed_s.pop(event.ticket, now)
-                    self._add_span("grading", work.groups[index], landed_s, now, event.ticket)
+                    name = work.groups[index].request_id
+                    self._fleet.spans.add("grading", name, landed_s, now, event.ticket)
             return None
         if event.ticket not in self._attempts:
             return None
         attempt = self._forget(event.ticket)
-        work, group = attempt.work, attempt.work.groups[attempt.index]
+        work = attempt.work
         landed_s = self._landed_s[event.ticket] = self._fleet.spans.clock()
-        self._add_span(f"requests {attempt.member.name}", group, attempt.began_s, landed_s, event.ticket)
+        track = f"requests {attempt.member.name}"
+        self._fleet.spans.add(track, work.groups[attempt.index].request_id, attempt.began_s, landed_s, event.ticket)
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
@@ -261,11 +249,6 @@ class Dispatch:
         with self._fleet.lock:
             attempt.member.delivered()
         return attempt.index
-
-    def _add_span(self, track: str, group: GenerateRequest, began_s: float, ended_s: float, ticket: int) -> None:
-        spans = self._fleet.spans
-        if spans.on:
-            spans.add(track, group.request_id, began_s, ended_s, ticket)
 
     def _retry(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
         work = attempt.work
@@ -284,7 +267,6 @@ class Dispatch:
             work.resent.add(work.part_of(index)[0])
 
     def _give_up(self, work: Work, index: int, why: str) -> None:
-        """The step goes on without the completions of request `index`."""
         log(f"rollout: request {work.groups[index].request_id} is given up: {why}")
         work.lost[index] = why
         if index in work.pending:

@@ -5,10 +5,7 @@
             main thread:    trains, or waits in `finish` for the rollout thread; runs the weight syncs:
                             set_target(new) for all, synced(new) for each
 
-The rules:
-
-- A server is out if it refuses connections, breaks one, gives an invalid answer, or does not answer its health probe.
-- A server that answers again is stale: it gets no request before a complete weight sync.
+member.py has the states of a server.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ class Fleet:
         are_own: this job has started the servers.
         clock: monotonic seconds.
         threads: where probes wait for answers.
-        health_file: receives the servers' states, for `watch`.
         routers: in front of some of the servers, whose requests go through them.
         update_membership: adds and removes servers; called when a server that is back could be used at once.
         inspect: called in a probe's thread for a server that was out and that this job has not started, since another
@@ -93,12 +89,10 @@ class Fleet:
 
     @property
     def live(self) -> list[Member]:
-        """Servers with the current weights."""
         return [member for member in self.members if member.state == "live"]
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """All servers and routers, live or not."""
         return [*self.members, *self.routers]
 
     def targets_for(self, group: GenerateRequest) -> list[Endpoint]:
@@ -120,7 +114,6 @@ class Fleet:
         return {endpoint.name: endpoint.condition for endpoint in self.endpoints}
 
     def expect(self, version: str) -> None:
-        """From now on only servers with the weights `version` are live."""
         with self.lock:
             self.expected = version
             for endpoint in self.endpoints:
@@ -149,7 +142,6 @@ class Fleet:
         self._probe_out([one for one in self.endpoints if one.state == "out" and one.may_be_asked])
 
     def _probe_out(self, out: Sequence[Endpoint]) -> None:
-        """Probe these at the same time, and wait for their answers."""
         timeout_s = min(_REVIVE_S, self.limits.probe_timeout_s)
         probes = [(member, self._threads.submit(self._probe, member, timeout_s)) for member in out]
         for member, answer in probes:
@@ -199,7 +191,6 @@ class Fleet:
                     member.restarted()
 
     def close(self) -> None:
-        """Close every connection and end the threads."""
         for endpoint in self.endpoints:
             endpoint.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

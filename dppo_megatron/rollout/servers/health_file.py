@@ -38,11 +38,7 @@ class ServerHealth:
 
 
 class HealthFile:
-    """Writes the file of one run.
-
-    Args:
-        directory: of the run. Nothing is written to one without a run.json, such as that of an evaluation.
-    """
+    """Writes the file of a run in `directory`, unless that has no run.json, as that of an evaluation."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / HEALTH

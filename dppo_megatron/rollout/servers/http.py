@@ -14,11 +14,9 @@ In addition to what aiohttp does:
 - A server that closes an idle connection has not failed (`Stale`).
 - A call of `Http` ends when the server no longer listens. vLLM (0.32.0) stops listening when one of its engines has
   died, but never ends the calls that wait for that engine.
-- The other end of a new connection must prove that it has the server's key before anything is sent to it. Any user can
-  read a launched server's port in its command line before the server binds it. Another user's program that binds it
-  first would get the key with the first health probe, and its completions would be trained on. A connection stays with
-  the process that accepted it, so this covers starts, restarts and new servers. It is still plain HTTP: a man in the
-  middle between two machines can read and change all that follows.
+- The other end of a new connection must prove that it has the server's key before anything is sent to it
+  (docs/security.md#a-server-proves-its-identity). A connection stays with the process that accepted it, so this covers
+  starts, restarts and new servers. It is still plain HTTP: a man in the middle can read and change all that follows.
 - An answer is decoded as the type that the caller names, with its bounds: no unchecked value of a server is used.
 """
 
@@ -106,11 +104,8 @@ class BadAnswer(Unreachable):
 
 
 def clean_key(key: str, where: str) -> str:
-    """An API key without surrounding white space: mounted secrets end in a newline.
-
-    Raises:
-        UserError: no header can hold it. The message names its source, `where`, and shows no part of the key.
-    """
+    """An API key without surrounding white space: mounted secrets end in a newline. Raises UserError, which names the
+    source, `where`, and no part of the key, if no header can hold it."""
     key = key.strip()
     if any(not "!" <= character <= "~" for character in key):
         raise UserError(f"the API key in {where} has white space or non-ASCII characters, which no header can hold")
@@ -141,11 +136,7 @@ class Peer:
 
 
 class Transport:
-    """Requests to servers. Created and used in a running event loop.
-
-    Args:
-        sockets: maximum number open at a time; 0: no limit.
-    """
+    """Requests to servers. Created and used in a running event loop. `sockets`: at most so many open; 0: no limit."""
 
     def __init__(self, sockets: int = 0) -> None:
         self.loop = asyncio.get_running_loop()
@@ -241,7 +232,6 @@ class Http:
 
     @property
     def proves(self) -> bool | None:
-        """The argument; if that is None, whether the first connection was proven."""
         return self._peer.proves
 
     def get(self, path: str, kind: type[T], *, timeout_s: float) -> T:
@@ -258,12 +248,10 @@ class Http:
             raise
 
     def post(self, path: str, kind: type[T], body: Any, *, timeout_s: float) -> T:
-        """As `get`, with a JSON body."""
         payload = json.dumps(body, separators=(",", ":")).encode()
         return self._decoded(path, kind, self._request("POST", path, payload, timeout_s, MAX_ANSWER_BYTES))
 
     def do(self, path: str, body: Any = None, *, timeout_s: float) -> None:
-        """Post a command that returns nothing. Raises as `get`."""
         self.post(path, Done, body or {}, timeout_s=timeout_s)
 
     def exchange(self, path: str, payload: bytes, *, timeout_s: float, max_bytes: int) -> bytes:
@@ -461,7 +449,6 @@ def brief(error: BaseException, key: str = "") -> str:
 
 
 def excerpt(content: bytes, key: str = "") -> str:
-    """The message of an error body, without `key`."""
     text = content.decode(errors="replace")
     with contextlib.suppress(BadAnswer):
         text = decoded(msgspec.json.Decoder(Done), content).reason(text)

@@ -40,16 +40,12 @@ HUNG_S = 60.0
 
 
 class Endpoint:
-    """A target of completion requests and its state in the fleet: a server, or a router (`router.py`).
-
-    Args:
-        lock: the fleet's, re-entrant; must be held to change the state.
-        clock: monotonic seconds.
-    """
+    """A target of completion requests and its state in the fleet: a server, or a router (`router.py`). `lock`: the
+    fleet's, re-entrant; must be held to change the state. `clock`: monotonic seconds."""
 
     server: Generator
 
-    def __init__(self, server: Generator, lock: Condition, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, server: Generator, lock: Condition, clock: Callable[[], float]) -> None:
         self.server = server
         self._lock, self._clock = lock, clock
         self._state: State = "stale"
@@ -95,7 +91,6 @@ class Endpoint:
 
     @property
     def outages(self) -> int:
-        """How often it was marked out."""
         return self._outages
 
     @property
@@ -160,7 +155,6 @@ class Endpoint:
     # -------------------------------------------------------------------------------------------- its requests
 
     def began(self, tokens: int, completions: int, sockets: int = 1) -> None:
-        """A group of this size was sent to it."""
         self._owned()
         self.outstanding_tokens += tokens
         self.groups += 1
@@ -168,7 +162,6 @@ class Endpoint:
         self.sockets += sockets
 
     def ended(self, tokens: int, completions: int, sockets: int = 1) -> None:
-        """That group was answered, aborted or lost."""
         self._owned()
         self.outstanding_tokens -= tokens
         self.groups -= 1
@@ -194,10 +187,7 @@ class Endpoint:
 
 
 class Member(Endpoint):
-    """One server.
-
-    Args:
-        is_own: this job has started it.
+    """One server. `is_own`: this job has started it.
 
     Example:
         member = Member(server, lock)     # stale: it answers, but has no weights of this run
@@ -210,11 +200,7 @@ class Member(Endpoint):
     server: Server
 
     def __init__(
-        self,
-        server: Server,
-        lock: Condition,
-        clock: Callable[[], float] = time.monotonic,
-        is_own: bool = False,
+        self, server: Server, lock: Condition, clock: Callable[[], float] = time.monotonic, is_own: bool = False
     ) -> None:
         super().__init__(server, lock, clock)
         self.is_own = is_own
@@ -234,8 +220,7 @@ class Member(Endpoint):
         return self.is_own and self._state == "out" and self._clock() - self._out_since > limit_s
 
     def restarted(self) -> None:
-        """It has a new process: without weights of this run or running requests, and with all of its memory. It is out
-        until it answers."""
+        """It has a new process: without weights or requests, and with all of its memory. It is out until it answers."""
         self._owned()
         self._outages += self._state != "out"  # the process had ended before anybody noticed
         self._state, self._reason, self._out_since = "out", "its process was restarted", self._clock()
@@ -271,6 +256,5 @@ class Member(Endpoint):
         self.asleep = DEVICE_MEMORY
 
     def woke(self, what: DeviceMemory) -> None:
-        """It holds this memory again."""
         self._owned()
         self.asleep -= {what}

@@ -138,8 +138,7 @@ class Server(Generator, Protocol):
     runs_our_receiver: ClassVar[bool]
     """Its workers receive broadcasts through `in_engine/dppo_wire.py`, otherwise through torch's process groups."""
     replicas: int
-    """Data-parallel engines behind its address, each with its own cache and batch. Known, as `world_size`, after
-    `describe`."""
+    """Data-parallel engines behind its address, each with its own cache. Known, as `world_size`, after `describe`."""
     world_size: int
     """Workers of all its replicas: those that take part in a broadcast."""
 
@@ -149,8 +148,7 @@ class Server(Generator, Protocol):
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
         """Stop generating. Running requests: `finish` waits for them, `abort` ends them, `continue` freezes them."""
 
-    def resume(self, *, timeout_s: float) -> None:
-        """Generate again after `pause`."""
+    def resume(self, *, timeout_s: float) -> None: ...
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """Load a checkpoint and drop all cached prefixes: their keys and values belong to the old weights."""
@@ -166,8 +164,7 @@ class Server(Generator, Protocol):
         """Per replica, the engine's tensor name -> SHA-256, for the tensors that it can hash."""
 
     def sleep(self, awake: Set[DeviceMemory], *, keeps: bool = False, timeout_s: float) -> None:
-        """Release all device memory; `awake` is what it still holds. Running requests are aborted, or kept for `resume`
-        if `keeps`."""
+        """Release all device memory; `awake` is what it holds. Running requests are aborted, or kept if `keeps`."""
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         """Allocate this memory again. Never call it twice: SGLang's scheduler exits if it already has the memory."""
@@ -215,11 +212,7 @@ def is_older(version: str, minimum: str) -> bool:
 
 
 def generate(server: Server, group: GenerateRequest, expected: Expected, *, timeout_s: float) -> list[Sampled]:
-    """The completions of one group, awaited in this thread: for the canary. Rollouts go through the clients.
-
-    Raises:
-        Unreachable, Refused, BadAnswer: see `http.py`.
-    """
+    """The completions of one group, awaited in this thread: for the canary. Raises Unreachable or Refused."""
     deadline, answers = time.monotonic() + timeout_s, [b""]
     for calls in server.dialect.rounds(group):
         answers = []

@@ -32,8 +32,7 @@ def grouped(
         stop_ids: tokens that end every completion, in addition to those of its sampling.
         replayed: the experts to return with completions that are trained on.
 
-    Returns:
-        The groups, and the positions in `requests` of each one's completions.
+    Returns the groups, and the positions in `requests` of each one's completions.
 
     Example:
         completions (prompt 7: 0, 1, 2), (prompt 9: 0), size 2  ->  groups of 2, 1 and 1; places [0, 1], [2], [3]
@@ -53,6 +52,8 @@ def grouped(
     for members in places:
         first = requests[members[0]]
         how = first.sampling or sampling
+        longest = how.max_completion_tokens
+        limits = tuple(min(requests[place].limit or longest, longest) for place in members)
         draw = generator(how.seed, first.purpose, first.step, first.prompt.index, 0).integers(1 << 30)
         groups.append(
             GenerateRequest(
@@ -60,23 +61,17 @@ def grouped(
                 prompt_ids=first.prompt.token_ids,
                 count=len(members),
                 seed=int(draw) + first.completion_index,
-                max_tokens=how.max_completion_tokens,
+                max_tokens=longest,
                 temperature=how.temperature,
                 top_p=how.top_p,
                 top_k=how.top_k,
                 stop_token_ids=(*stop_ids, *how.stop_token_ids),
                 reads_logprobs=how.reads_logprobs,
                 experts=None if first.stream else replayed,
-                limits=_limits([requests[place].limit for place in members], how.max_completion_tokens),
+                limits=limits if min(limits) < longest else (),
             )
         )
     return groups, places
-
-
-def _limits(limits: Sequence[int], longest: int) -> tuple[int, ...]:
-    """`GenerateRequest.limits` for a group. A limit of 0 means `longest`; empty if none is lower than that."""
-    capped = tuple(min(limit or longest, longest) for limit in limits)
-    return capped if min(capped) < longest else ()
 
 
 @dataclass(eq=False)
@@ -92,8 +87,7 @@ class Work:
     places: Sequence[Sequence[int]] = ()
     """Per group, the positions of its completions among all requests of the rollout."""
     may_lose: bool = False
-    """The rollout may end without the completions of a request that fails for good or is late. Not in an evaluation,
-    where they would count as wrong."""
+    """The rollout may end without the completions of a request that fails or is late. Not in an evaluation."""
     order: int = 0
     """Priority, lowest first: a training step's number."""
     number: int = 0

@@ -14,7 +14,6 @@ are retried. That wastes work, once per failed server, but does not depend on ho
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
@@ -60,21 +59,13 @@ class RouterServer:
 
 
 class Router(Endpoint):
-    """A router as a target of requests: live while it answers and all of its workers are live. An outage of a worker
-    counts as an outage of the router.
-
-    Args:
-        members: the fleet's list, to which servers may be added later.
-    """
+    """A router as a target of requests: live while it answers and all of its workers are live, whose outages count as
+    its own. `members`: the fleet's list, to which servers may be added later."""
 
     server: RouterServer
 
     def __init__(
-        self,
-        server: RouterServer,
-        lock: Condition,
-        members: Sequence[Member],
-        clock: Callable[[], float] = time.monotonic,
+        self, server: RouterServer, lock: Condition, members: Sequence[Member], clock: Callable[[], float]
     ) -> None:
         super().__init__(server, lock, clock)
         self._members = members
@@ -125,8 +116,7 @@ def named_workers(http: Http, timeout_s: float) -> list[str]:
 def set_dialect(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
     """Set the dialect of `router` to its workers'; returns whether it passes such requests on, and logs if it does not.
 
-    sglang-router has no path for vLLM's requests and answers 404. A router that has the path refuses the empty body
-    with another status.
+    sglang-router has no path for vLLM's requests (404). One that has the path refuses the empty body otherwise.
     """
     seeded = all(dialect.seeded for dialect in workers)
     if isinstance(workers[0], SGLangDialect):

@@ -52,9 +52,7 @@ class LaunchedServer:
 
     Args:
         command: its command line; {port} in it is replaced.
-        variables: environment variables in addition to the trainer's. The key is passed here, because all users of the
-            machine can read command lines.
-        log: file for its output.
+        variables: environment variables in addition to the trainer's, with the key: all users can read command lines.
         api_key: the key that it demands; empty if it demands none.
         host: the only address that it listens on.
     """
@@ -100,10 +98,7 @@ class LaunchedServer:
 
     def start(self) -> None:
         """Start it, on the same port if it has run before. Processes left from an earlier start are stopped first.
-
-        Raises:
-            UserError: the address is not this machine's, the log cannot be written, or the interpreter is missing.
-        """
+        Raises UserError if it cannot listen, its log cannot be written, or the interpreter is missing."""
         self._has_listened, self._begun_s = False, time.monotonic()
         if self.process is not None:  # vLLM's engine may outlive its front end and keep the GPU's memory
             stop_all([self])
@@ -138,11 +133,8 @@ class LaunchedServer:
                 raise UserError(f"rollout.servers.python: '{command[0]}' cannot be started: {error}") from None
 
     def is_ready(self, ask: Callable[[], None], deadline: float, timeout_s: float) -> bool:
-        """Whether it runs and `ask()` does not raise.
-
-        Raises:
-            UserError: it is not ready at `deadline`, on the monotonic clock; `timeout_s` is for the message.
-        """
+        """Whether it runs and `ask()` does not raise. Raises UserError if it is not ready at `deadline`, on the
+        monotonic clock; `timeout_s` is for the message."""
         try:
             ask()
             problem = ""
@@ -176,8 +168,7 @@ def make_servers(
 ) -> list[LaunchedServer]:
     """`rollout.servers.count` servers for this machine, not started yet.
 
-    Each gets its key through its environment and demands it at every path (`in_engine`), since other users can reach
-    the port too.
+    Each gets its key through its environment and demands it at every path (`in_engine`).
 
     Args:
         host: address that they listen on.

@@ -111,7 +111,6 @@ class SGLangServer:
     runs_our_receiver: ClassVar[bool] = False
     http: Http
     vocab_size: int
-    """See `SGLangDialect.vocab_size`."""
     replicas: int = field(default=1, init=False)
     world_size: int = field(default=1, init=False)
     _seeded: bool = field(default=False, init=False)
@@ -206,7 +205,6 @@ class SGLangServer:
         self.http.do("/init_weights_update_group", body, timeout_s=timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """Opens an update session; one that an interrupted sync has left open is closed first."""
         try:
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
         except Refused:
@@ -214,7 +212,6 @@ class SGLangServer:
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """One broadcast of the tensors' concatenated bytes. `end_update` sets the version."""
         body = {
             "names": [note.name for note in tensors],
             "dtypes": [note.dtype for note in tensors],
@@ -227,7 +224,6 @@ class SGLangServer:
         self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        """The offers are handles of the trainer's memory, one pickle per worker."""
         body = {"serialized_named_tensors": list(offers), **_TO_POLICY, **_FLUSH}
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
@@ -285,8 +281,7 @@ def sglang_command(
 
 def _drafting(config: RolloutConfig) -> list[str]:
     """Arguments for speculative decoding, in chains as in vLLM. SGLang verifies one token more than it drafts, by the
-    model's probabilities (both accept thresholds are 1). n-grams have the same draft length at any concurrency; for a
-    drafter, `draft_ladder` sets it by concurrency."""
+    model's probabilities (both accept thresholds are 1). For a drafter, `draft_ladder` sets the length too."""
     speculation, tokens = config.speculation, draft_lengths(config)[0][2]
     verified = ["--speculative-num-draft-tokens", str(tokens + 1)]
     if speculation.method == "ngram":

@@ -255,7 +255,6 @@ class VLLMServer:
             self.http.do(f"/sleep?level=1{mode}", timeout_s=timeout_s)
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
-        """Weights before the sync, the cache after it: both at once would not fit beside the actor."""
         self.http.do(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
 
     def _forget_prefixes(self, timeout_s: float) -> None:
@@ -320,15 +319,13 @@ def _drafting(config: RolloutConfig) -> list[str]:
     speculation, lengths = config.speculation, draft_lengths(config)
     if speculation.method == "none":
         return []
-    drafter = os.path.abspath(speculation.draft_path)
-    own: dict[str, dict[str, Any]]
-    own = {"ngram": {"prompt_lookup_min": 2, "prompt_lookup_max": 4}, "eagle3": {"model": drafter}}
-    settings = {
-        "method": speculation.method,
-        "num_speculative_tokens": lengths[0][2],
-        **({"num_speculative_tokens_per_batch_size": lengths} if len(lengths) > 1 else {}),
-        **own.get(speculation.method, {}),
-    }
+    settings: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": lengths[0][2]}
+    if len(lengths) > 1:
+        settings["num_speculative_tokens_per_batch_size"] = lengths
+    if speculation.method == "ngram":
+        settings |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    if speculation.method == "eagle3":
+        settings["model"] = os.path.abspath(speculation.draft_path)
     # a sleeping server drops all weights, and no sync brings the drafter's
     kept = speculation.method == "eagle3" and config.servers.colocate
     return ["--speculative-config", json.dumps(settings), *(_KEPT_ASLEEP if kept else ())]
@@ -344,19 +341,13 @@ def vllm_environment(cpu: bool, servers: int = 1) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return variables | (_cpu_environment(servers) if cpu else {})
-
-
-def _cpu_environment(servers: int) -> dict[str, str]:
-    """A server on a CPU runs as two processes: HTTP, and the engine with its only worker in it. With vLLM's default of
-    three it takes 1.7 times the CPU seconds to start (one more process imports torch and vLLM), and the workers of all
-    servers are bound to the same cores. Several tensor-parallel workers or replicas are still a process each, and vLLM
-    would bind every replica to the first cores.
-
-    Example: two servers on 16 logical cores compute with 4 threads each
-    """
+    if not cpu:
+        return variables
+    # A server on a CPU runs as two processes: HTTP, and the engine with its only worker in it. With vLLM's default of
+    # three it takes 1.7 times the CPU seconds to start (one more process imports torch and vLLM), and the workers of
+    # all servers, like all replicas, are bound to the same cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {
+    return variables | {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

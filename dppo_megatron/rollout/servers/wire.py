@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 import numpy as np
@@ -62,7 +62,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, request_id=name, count=count, seed=seed, limits=limits)
 
     def limit(self, index: int) -> int:
-        """Maximum tokens of completion `index`."""
         return self.limits[index] if self.limits else self.max_tokens
 
     def each(self) -> list[GenerateRequest]:
@@ -135,23 +134,16 @@ def version_number(name: str) -> int:
     return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 19 else -1
 
 
-Ints: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
-Floats: TypeAlias = Sequence[float] | npt.NDArray[np.float32]
-
-
 class Call(NamedTuple):
     path: str
     body: bytes
 
 
 def checked(sampled: Sequence[Sampled], group: GenerateRequest, expected: Expected) -> list[Sampled]:
-    """`sampled` with corrected finish reasons, after checking that it can be the answer to `group`.
+    """`sampled` with corrected finish reasons, after checking that it can be the answer to `group`. Raises BadAnswer.
 
     An abort may hit a completion at its last token; the completion is then complete, not aborted. In an engine that
     drafts, it may hit before tokens drafted beyond the end are removed (SGLang 0.5.23): that completion stays aborted.
-
-    Raises:
-        BadAnswer: names the first contradiction.
     """
     for index, one in enumerate(sampled):
         _raise_if_wrong(one, group, group.limit(index), expected)
@@ -267,8 +259,8 @@ class VersionSpan(msgspec.Struct, gc=False):
 
 
 def as_sampled(
-    tokens: Ints,
-    logprobs: Floats,
+    tokens: Sequence[int] | npt.NDArray[np.int32],
+    logprobs: Sequence[float] | npt.NDArray[np.float32],
     reason: str | None,
     spans: Sequence[VersionSpan],
     experts: ExpertArray | None = None,

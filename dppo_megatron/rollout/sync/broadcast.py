@@ -4,8 +4,8 @@ The price of a common group: if one server dies, the broadcast fails for all. Th
 
 - A group is kept from sync to sync as long as the members are the same and none has been out. Otherwise a new group is
   made of exactly the servers of this sync: a broadcast needs all of its members.
-- When a member fails, the pass fails: the rest is not sent, all members stay stale, and `WeightSync` begins another
-  pass, from the first tensor on, without the failed member. So no server keeps a part of the weights.
+- When a member fails, the pass fails: all members stay stale, and `WeightSync` begins another pass, from the first
+  tensor on, without the failed member. So no server keeps a part of the weights.
 - A server has failed if its connection breaks or times out. Servers that then answer "the weights stopped coming" are
   not to blame. If every server answers, those that refuse have failed.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -52,8 +51,6 @@ _MARGIN_S = 5.0
 
 
 class BroadcastChannel(BucketChannel):
-    """Broadcast over gloo or NCCL from rank 0 to the workers of all servers."""
-
     def __init__(self, fleet: Fleet | None, backend: BroadcastBackend, bucket_bytes: int, timeout_s: float) -> None:
         super().__init__(fleet, bucket_bytes, timeout_s)
         self.name, self._backend = backend, backend
@@ -67,13 +64,12 @@ class BroadcastChannel(BucketChannel):
         self._group, self._joined = None, []
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """See `BucketChannel.push`. If one member fails, none has taken the weights."""
+        """If one member fails, none has taken the weights."""
         took = super().push(tensors, members, version)
         self.not_to_blame = [member.name for member in members if member not in took and member.state != "out"]
         return took
 
     def _prepare(self, members: Sequence[Member]) -> list[Member]:
-        """Make a group of exactly these members, unless the existing group is one."""
         present = [(member.name, member.outages) for member in members]
         if present != self._joined:
             self.close()
@@ -82,8 +78,7 @@ class BroadcastChannel(BucketChannel):
         return list(members) if self._group is not None else []
 
     def _join(self, members: Sequence[Member]) -> BroadcastGroup | None:
-        """Have all members join a new group; returns the trainer's end. A member that does not join is marked out, and
-        the result is None."""
+        """Have all members join a new group; returns the trainer's end, or None if a member is out for not joining."""
         joining_s = min(_JOINING_S, self._timeout_s)
         world_size = 1 + sum(member.server.world_size for member in members)
         host = _own_address([member.name for member in members])
@@ -100,10 +95,8 @@ class BroadcastChannel(BucketChannel):
         for member in members:
             first_ranks[member.name], following = following, following + member.server.world_size
         own = in_thread(lambda: own_group(rendezvous, members[0].server))
-        answers = at_once(
-            members,
-            lambda m: m.server.join_group(rendezvous, first_ranks[m.name], timeout_s=joining_s + _MARGIN_S),
-        )
+        ask_s = joining_s + _MARGIN_S
+        answers = at_once(members, lambda m: m.server.join_group(rendezvous, first_ranks[m.name], timeout_s=ask_s))
         joins: list[Future[Any]] = [own, *(answer for _, answer in answers)]
         wait(joins, return_when=FIRST_EXCEPTION)
         if any(answer.done() and isinstance(answer.exception(), Unreachable) for _, answer in answers):
@@ -127,8 +120,8 @@ class BroadcastChannel(BucketChannel):
         return bool(failed)
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        """See `BucketChannel._hand_over`. If a server breaks the group, it is marked out and none has taken the bucket.
-        Broadcast and requests run at the same time, because NCCL's first broadcast blocks until the workers join it."""
+        """If a server breaks the group, it is marked out and none has taken the bucket. Broadcast and requests run at
+        the same time, because NCCL's first broadcast blocks until the workers join it."""
         group = self._group
         if not members or group is None:
             return []
@@ -170,8 +163,7 @@ def _until_one_fails(sending: Future[str], answers: Sequence[Future[Any]], timeo
 
 def _send(group: BroadcastGroup, memory: Tensor) -> str:
     """Send; blocks until the other ends have connected (NCCL's first send) or, if one hangs, until the group's timeout.
-    Returns an error as text, because a traceback would keep the group and its sockets alive, and members wait for these
-    to close."""
+    Returns an error as text: a traceback would keep the group's sockets open, and members wait for these to close."""
     try:
         group.send(memory)
         return ""
@@ -181,17 +173,12 @@ def _send(group: BroadcastGroup, memory: Tensor) -> str:
 
 def _own_address(urls: Sequence[str]) -> str:
     """An address of this machine that all servers can reach: not loopback if any server is on another machine."""
-    addresses = []
-    for url in urls:
-        parts = urlsplit(url)
-        assert parts.hostname is not None
-        addresses.append(address_toward(parts.hostname))
+    addresses = [address_toward(str(urlsplit(url).hostname)) for url in urls]
     return next((address for address in addresses if not ip_address(address).is_loopback), addresses[0])
 
 
 def listening_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
-    """A store on a free port of `host` only. By default torch's store listens on all addresses of the machine, and it
-    accepts keys and values from anybody."""
+    """A store on a free port of `host` only: by default torch's store listens on all addresses of the machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port, handed_over = listener.getsockname()[1], listener.detach()
@@ -210,8 +197,7 @@ class ChainGroup:
         dppo_wire.prove(self._backend, rendezvous.secret, 0, 1, rendezvous.joining)
 
     def send(self, memory: Tensor) -> None:
-        """Send a flat byte tensor to the first worker, in chunks, from host memory. Returns when `memory` may be
-        overwritten. Raises RuntimeError."""
+        """Send a flat byte tensor to the first worker. Returns when it may be overwritten. Raises RuntimeError."""
         parts = torch.split(memory.cpu(), CHUNK_BYTES)  # gloo sends from the host
         sends = [self._backend.send([part], 1, tag) for tag, part in enumerate(parts)]
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -225,12 +211,8 @@ class ChainGroup:
 
 class TorchBroadcastGroup:
     """The trainer's end of a torch process group: NCCL to our own receivers, either backend to SGLang's. Construction
-    blocks until all have joined.
-
-    Args:
-        as_torch_does: use the store keys that `torch.distributed` uses for a named group, as SGLang calls it, and no
-            proof of the secret. Else members prove the secret before the first bytes.
-    """
+    blocks until all have joined. `as_torch_does`: with the store keys that `torch.distributed` uses for a named group,
+    as SGLang calls it, and no proof of the secret. Else members prove the secret before the first bytes."""
 
     def __init__(self, rendezvous: GroupRendezvous, *, as_torch_does: bool) -> None:
         self._store = rendezvous.store
@@ -260,12 +242,7 @@ class TorchBroadcastGroup:
         if backend is not None and backend.name() == "nccl":  # a gloo group ends when its sockets close
             with contextlib.suppress(RuntimeError):
                 self._store.set(dppo_wire.GIVEN_UP, "")  # on this key the members abort their ends
-            threading.Thread(target=_abort, args=(backend,), name="abandoned group", daemon=True).start()
-
-
-def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
+            in_thread(backend.abort, "abandoned group")
 
 
 def _backend(rendezvous: GroupRendezvous, store: PrefixStore) -> Any:

@@ -81,7 +81,6 @@ class Bucket:
 
     @property
     def notes(self) -> list[TensorNote]:
-        """What a receiver must know before the bytes arrive."""
         return [TensorNote(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
 
     @property
@@ -158,7 +157,6 @@ class DiskChannel(Channel):
                 remove_tree(leftover)
 
     def push(self, tensors: Tensors, members: Sequence[Member], version: str) -> list[Member]:
-        """Write a snapshot and delete the previous one; then all servers read at the same time."""
         target = self._directory / f"weights_{version_number(version)}"
         stream = iter(tensors)
         try:
@@ -169,10 +167,8 @@ class DiskChannel(Channel):
             shutil.rmtree(self._last, ignore_errors=True)
         self._last = target
 
-        def load(member: Member) -> None:
-            member.server.load_from_disk(str(target), version, timeout_s=self._timeout_s)
-
-        return on_each(self._fleet, members, load)
+        ask_s = self._timeout_s
+        return on_each(self._fleet, members, lambda m: m.server.load_from_disk(str(target), version, timeout_s=ask_s))
 
     def close(self) -> None:
         if self._last is not None:
@@ -245,7 +241,6 @@ def in_thread(action: Callable[[], T], name: str = "server") -> Future[T]:
 
 
 def at_once(members: Sequence[Member], action: Callable[[Member], T]) -> list[tuple[Member, Future[T]]]:
-    """Start `action` for all members at the same time."""
     return [(member, in_thread(partial(action, member))) for member in members]
 
 

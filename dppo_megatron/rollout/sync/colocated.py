@@ -69,7 +69,6 @@ class SharedMemoryChannel(BucketChannel):
         return super().push(tensors, members, version)
 
     def take_part(self, tensors: Tensors, names: Collection[str]) -> None:
-        """See `Channel.take_part`; ranks from which a worker may read offer each bucket."""
         self._offer_to(names)
         if self._rank not in self.receivers:
             return drain(tensors)
@@ -78,7 +77,6 @@ class SharedMemoryChannel(BucketChannel):
         self._end()
 
     def close(self) -> None:
-        """Release the buffers."""
         for buffer in filter(None, self._buffers):
             buffer.close()
         self._buffers = [None, None]
@@ -115,10 +113,7 @@ class SharedMemoryChannel(BucketChannel):
         return offers
 
     def _hand_over(self, members: Sequence[Member], bucket: Bucket, offers: Sequence[Offers | str]) -> list[Member]:
-        of_worker: Offers = {}
-        for part in offers:
-            if isinstance(part, dict):
-                of_worker |= part
+        of_worker = {reader: offer for part in offers if isinstance(part, dict) for reader, offer in part.items()}
         failures = "; ".join(part for part in offers if isinstance(part, str))
 
         def read(member: Member) -> None:
@@ -185,11 +180,8 @@ class SharedBuffer:
             self.memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         )
         uuid = str(torch.cuda.get_device_properties(self.memory.device).uuid)
-        encoded = {
-            "handle": base64.b64encode(handle).decode(),
-            "counter": base64.b64encode(counter).decode(),
-            "event": base64.b64encode(event).decode(),
-        }
+        binary = {"handle": handle, "counter": counter, "event": event}
+        encoded = {name: base64.b64encode(value).decode() for name, value in binary.items()}
         numbers = {"offset": offset, "counter_offset": counter_offset, "event_sync": event_sync}
         return {"uuid": uuid, "size": size, "bytes": self.memory.nbytes, **encoded, **numbers}
 
@@ -236,7 +228,6 @@ def vllm_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 
 
 def sglang_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """The same for an SGLang worker: handles in a pickle."""
     views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
     return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
 

@@ -5,9 +5,8 @@ multiplies with a packed copy of a weight, which can be old while the parameter 
 keys and values become one), so the actor's tensors are joined the same way before they are hashed. SHA-256 takes about
 a second per gigabyte, so it runs in threads while the stream goes on.
 
-If no server answers, nothing is proven: the log reports that the receipt was not taken, it is due again at the next
-sync, and after `MOST_MISSED` times in a row the run stops. But no server is marked out for it: one that is late with a
-canary may be busy, and health probes decide whether it is alive.
+If no server answers, the receipt is due again at the next sync, and after `MOST_MISSED` times in a row the run stops.
+But no server is marked out for it: one that is late with a canary may be busy; health probes decide if it is alive.
 """
 
 from __future__ import annotations
@@ -76,16 +75,11 @@ class Receipt:
             return
         self._missed += 1
         if self._missed >= MOST_MISSED:
-            raise on_every_rank(  # all ranks count canaries alike; rank 0 alone counts checksums, and broadcasts this
-                RunAborted(
-                    f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row:"
-                    " nothing shows that they generate with the actor's weights"
-                )
-            )
-        log(
-            f"rollout: receipt not taken: none of {asked} servers answered for its {self._name};"
-            " the next sync asks again"
-        )
+            problem = f"no rollout server has answered for its {self._name} after {self._missed} weight syncs in a row"
+            # all ranks count canaries alike; rank 0 alone counts checksums, and broadcasts this
+            raise on_every_rank(RunAborted(f"{problem}: nothing shows that they generate with the actor's weights"))
+        missed = f"none of {asked} servers answered for its {self._name}"
+        log(f"rollout: receipt not taken: {missed}; the next sync asks again")
 
 
 class Digests:
@@ -207,7 +201,6 @@ class Canary:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether no server answered the last canary."""
         return self._receipt.is_overdue
 
     def ask(self, engine: Engine, prompt: Prompt) -> None:
@@ -221,14 +214,10 @@ class Canary:
 
     def judge(self, score: Score) -> dict[str, float]:
         """Compare the answers to the last `ask` with the actor; returns {} if that was done already. Collective. To be
-        called before the actor's weights change; if the actor is offloaded for the servers, after they have gone to
-        sleep.
+        called before the actor's weights change, and after colocated servers have gone to sleep.
 
-        Returns:
-            `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did.
-
-        Raises:
-            RunAborted: a server computes with other weights.
+        Returns `rollout/canary_servers`, how many answered, and `rollout/canary_logprob_diff` if any did. Raises
+        RunAborted for a server that computes with other weights.
         """
         prompt, answers = self._prompt, self._answers
         self._prompt, self._answers = None, []
@@ -282,8 +271,7 @@ def canary_difference(
         behaviour: log-probabilities [n_i] of each completion's tokens, from the server.
         scored: the same tokens' log-probabilities under the actor.
 
-    Raises:
-        RunAborted: a server is above `bound`: it computes with other weights than the actor.
+    Raises RunAborted for a server above `bound`: it computes with other weights than the actor.
     """
     worst = 0.0
     for server in dict.fromkeys(servers):
@@ -294,13 +282,12 @@ def canary_difference(
         ]
         mean = float(np.concatenate(differences).mean())
         if not mean <= bound:
-            raise on_every_rank(
-                RunAborted(
-                    f"{server} scores a canary completion differently from the actor: by {mean:.3g} per token, more"
-                    f" than rollout.sync.max_canary_logprob_diff = {bound:g}. It computes with other weights or another"
-                    " model, or rounds them (rollout.quantization) by more than the bound allows."
-                    " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
-                )
+            problem = (
+                f"{server} scores a canary completion differently from the actor: by {mean:.3g} per token, more"
+                f" than rollout.sync.max_canary_logprob_diff = {bound:g}. It computes with other weights or another"
+                " model, or rounds them (rollout.quantization) by more than the bound allows."
+                " vLLM on a CPU with tied embeddings needs this project's worker extension (docs/engines.md)"
             )
+            raise on_every_rank(RunAborted(problem))
         worst = max(worst, mean)
     return worst

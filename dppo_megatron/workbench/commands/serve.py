@@ -31,7 +31,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise UserError("serve writes addresses for a trainer: set rollout.servers.registry_dir=DIR, as for train")
     with loading("libraries"):
         from dppo_megatron.platform.capabilities import check_gpus
-        from dppo_megatron.rollout.serve import serve
+        from dppo_megatron.rollout.launched_servers import serve
     check_gpus()  # if torch cannot use the GPUs, servers would be started with a CPU's arguments
     serve(config, arguments.host)
     return 0

@@ -255,7 +255,7 @@ def server_rows(config: Config | None, device: torch.device, timeout_s: float) -
 def _ask(python: str, variables: dict[str, str], handle: str, timeout_s: float) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, (str(_IN_ENGINE), os.environ.get("PYTHONPATH"))))
     variables |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    command = [python, str(_IN_ENGINE / "dppo_probe.py")]
+    command = [python, str(_IN_ENGINE / "dppo_wire.py")]
     done = subprocess.run(command, env=variables, input=handle, capture_output=True, text=True, timeout=timeout_s)
     if done.returncode:
         raise ValueError(f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['no output'])[-1]}")

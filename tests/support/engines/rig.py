@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from dppo_megatron.rollout.client.completion_buffer import Arrived, HookFactory
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import ServerAddress
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress
 from dppo_megatron.rollout.client.process import Setup
-from dppo_megatron.rollout.client.remote import Clients, Listener, NodeClient, take
+from dppo_megatron.rollout.client.remote import Clients, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -56,10 +55,10 @@ class Rig:
             ServerAddress(Peer(router.http.url), router.dialect, tuple(map(Peer, router.named))) for router in routers
         ]
         self.known = known
-        listener = Listener(1)
-        self.clients = Clients(listener, known, [0] * len(known))
-        self.secret, self.path = listener.rendezvous.secret, listener.rendezvous.take_path(0)
-        self.node = NodeClient(Setup(0, listener.rendezvous.address, self.secret, self.path, detokenizer, hook))
+        self.clients = Clients(["127.0.0.1"], known, [0] * len(known))
+        meeting = self.clients.rendezvous
+        self.secret, self.path = meeting.secret, meeting.take_path(0)
+        self.node = NodeClient(Setup(0, meeting.address, self.secret, self.path, detokenizer, hook))
         self.clients.start(512)
 
     def close(self) -> None:

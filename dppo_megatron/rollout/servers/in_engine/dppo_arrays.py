@@ -30,11 +30,9 @@ def packed(
     """The answer's bytes.
 
     Args:
-        answers: (header without `tokens`, token ids, log-probabilities) of each completion.
+        answers: (header without `tokens`, token ids, log-probabilities) of each completion; ValueError if their lengths
+            differ.
         experts: an array [tokens, layers, k] of each completion, or None if it has none; empty: not requested.
-
-    Raises:
-        ValueError: a completion has more token ids than log-probabilities, or fewer.
     """
     tokens, logprobs, heads = array("i"), array("f"), []
     for head, ids, values in answers:

@@ -67,14 +67,9 @@ def _per_token() -> tuple[int, int, str]:
 
 
 def packed_answers(answers: Sequence[dict[str, Any]], per_token: tuple[int, int, str] | None = None) -> bytes:
-    """The answer's bytes. Log-probabilities are those under a cut if these were requested.
-
-    Args:
-        per_token: layers, experts and type of the routed experts; None: not requested.
-
-    Raises:
-        ValueError: log-probabilities are of other tokens than are returned, which the arrays would not show.
-    """
+    """The answer's bytes. Log-probabilities are those under a cut if these were requested; ValueError if they are of
+    other tokens, which the arrays would not show. `per_token`: layers, experts and type of the routed experts; None:
+    not requested."""
     completions, experts = [], []
     for answer in answers:
         meta, tokens = answer["meta_info"], answer["output_ids"]

@@ -7,8 +7,7 @@ Here both are four bytes, and the server creates no object per token either (vLL
 
 adds two paths to the application, behind any middleware that checks keys; nothing in vLLM is patched. Of the request,
 in the form of /inference/v1/generate, it reads `request_id`, `token_ids`, `sampling_params`, `data_parallel_rank` (the
-replica that is to answer) and `experts` (whether to return the routed experts). The answer has the form of
-`dppo_arrays.py`.
+replica that is to answer) and `experts` (whether to return them). The answer has the form of `dppo_arrays.py`.
 
 GET /dppo_workers returns `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's
 /collective_rpc calls all replicas but returns only the first one's answer (`DPLBAsyncMPClient.call_utility_async`).
@@ -19,11 +18,11 @@ Imports nothing of the package, because it runs in the engine's environment.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 import msgspec
 from dppo_arrays import FORM, packed
+from dppo_vllm_guard import App, Message, Receive, Send
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from vllm import SamplingParams
@@ -33,8 +32,6 @@ from vllm.sampling_params import RequestOutputKind
 
 PATH = "/inference/v1/generate_arrays"
 WORKERS_PATH = "/dppo_workers"
-Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
 class Arrays:
@@ -43,9 +40,7 @@ class Arrays:
     def __init__(self, app: App) -> None:
         self._app, self._is_added = app, False
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if not self._is_added and "app" in scope:
             self._is_added = True
             scope["app"].add_route(PATH, answer, methods=["GET", "POST"])

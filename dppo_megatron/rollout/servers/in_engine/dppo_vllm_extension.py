@@ -6,8 +6,7 @@ PYTHONPATH and passes
     --worker-extension-cls dppo_vllm_extension.WorkerExtension --weight-transfer-config '{"backend": "dppo"}'
 
 Both are vLLM's public options, and `WeightTransferEngineFactory.register_engine` is its public way to add a transport.
-vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too. This one needs only torch on both sides, and the same
-code runs over gloo, so that machines without a GPU can test it.
+vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too; this one needs only torch, and also runs over gloo.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from vllm.platforms import current_platform
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How this server's workers join the trainer's group."""
-
     backend: str
     master_address: str
     master_port: int
@@ -59,15 +56,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives Hugging Face tensors in buckets, by broadcast from the trainer to all servers' workers, or by mapping
-    memory of the trainer."""
+    """Receives Hugging Face tensors in buckets, by broadcast or by mapping memory of the trainer."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: ChainReceiver | BroadcastReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the group; the trainer is rank 0 and holds the store."""
         self._group = None  # leave an earlier group first: its members may be waiting for this one
         config = self.parallel_config
         joining, timeout = timedelta(seconds=init_info.joining_s), timedelta(seconds=init_info.timeout_s)
@@ -90,7 +85,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive one bucket, split it into tensors and pass these to the model's loader."""
         dtype = getattr(torch, update_info.dtype)
         shapes = [torch.Size(shape) for shape in update_info.shapes]
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
@@ -114,7 +108,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """Convert the layers back to their kernels' form."""
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed(self.model)
         if isinstance(self._group, BroadcastReceiver):
@@ -172,8 +165,7 @@ def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
     """Copy tensors that vLLM still needs out of `memory`, which the next bucket overwrites: until a layer is complete,
     vLLM keeps references to its tensors. It is not complete if the bucket ends inside it, or its padding is not loaded.
 
-    All experts are one layer, and each worker receives all of them: 4.8 GB in Qwen3-235B-A22B. Experts of other workers
-    are not copied.
+    All experts are one layer, 4.8 GB in Qwen3-235B-A22B. Experts of other workers are not copied.
     """
     address = memory.untyped_storage().data_ptr()
     for layer in model.modules():
@@ -202,10 +194,8 @@ def refresh_packed(model: torch.nn.Module) -> int:
 
     An output layer tied to the embedding shares its parameter, but packs its own copy when the model is first loaded. A
     reload updates the embedding only and leaves that copy with the old weights (seen in vLLM 0.32.0). Experts are
-    packed in place at the first load, and their kernel then treats reloaded weights as packed.
-
-    Returns:
-        The number of layers that were rebuilt; 0 on GPUs, where nothing is packed.
+    packed in place at the first load, and their kernel then treats reloaded weights as packed. Returns the number of
+    rebuilt layers.
     """
     if not current_platform.is_cpu():
         return 0

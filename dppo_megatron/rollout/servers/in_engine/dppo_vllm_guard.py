@@ -18,7 +18,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PROOF_PATH = "/dppo_proof"
 """GET PROOF_PATH?NONCE is answered with 204 and the header PROOF_HEADER."""
@@ -41,9 +43,7 @@ class RequireKey:
             raise RuntimeError(f"dppo_vllm_guard.RequireKey: the environment variable {variable} is not set")
         self._app, self._key, self._wanted = app, key, f"Bearer {key}".encode()
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PROOF_PATH and len(scope["query_string"]) == _NONCE_DIGITS:
             headers = [(PROOF_HEADER, proof(self._key, scope["query_string"], scope["server"]))]
             await send({"type": "http.response.start", "status": 204, "headers": headers})
@@ -57,7 +57,7 @@ class RequireKey:
         await self._app(scope, receive, send)
 
 
-async def _refuse(kind: str, send: Callable[[Message], Awaitable[None]]) -> None:
+async def _refuse(kind: str, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return

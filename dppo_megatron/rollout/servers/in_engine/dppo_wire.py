@@ -15,7 +15,7 @@ list, read and replace the members' addresses (`Sealed`), and gloo accepts the f
 address as that member (`prove`). NCCL needs torch's own store, because its watchdog threads use it too, so there only
 the proofs protect the group (`prove_to_all`). Both ends use these.
 
-Imports torch only: it runs in the engine's environment, in the trainer, and in the receivers of benchmarks/data_plane.
+Imports torch only: it runs in the engine's environment and in the trainer. As a program it is a probe of `doctor`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import hmac
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -244,8 +246,7 @@ def nccl_settings() -> dict[str, str]:
 
 def nccl_difference(theirs: dict[str, str]) -> str:
     """Why `theirs` and this process cannot be in one communicator; empty if they can, or if either is not known. NCCL
-    refuses another version when it connects; with cuMem on at one end only, or with different channels, it fails or
-    hangs in the first transfer."""
+    refuses another version; with cuMem on at one end only, or other channels, the first transfer fails or hangs."""
     own = nccl_settings()
     if not own or not theirs:
         return ""
@@ -258,3 +259,21 @@ def nccl_difference(theirs: dict[str, str]) -> str:
         if theirs.get(name, own[name]) != own[name]:
             return f"{name} is {theirs[name] or 'not set'} there and {own[name] or 'not set'} in the trainer"
     return ""
+
+
+def _probe() -> None:
+    """Print NCCL's settings as JSON, and what fails in mapping `SharedBuffer.handle()`, JSON from stdin, and replacing
+    each byte of that memory by 255 minus itself."""
+    answer: dict[str, Any] = {"nccl": nccl_settings()}
+    try:
+        memory = map_memory(json.load(sys.stdin))
+        memory.copy_(255 - memory)
+        if memory.is_cuda:
+            torch.cuda.synchronize(memory.device)
+    except Exception as error:
+        answer["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _probe()
