@@ -28,7 +28,7 @@ weights or replace a part of a built-in method.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -55,8 +55,6 @@ _ROUNDING = 1e-6
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """Type characters of the numpy number types that a checkpoint keeps."""
-_TRIAL_DRAWS = 200
-"""Most draws that the trial at the start compares: at a probability of 0.93, 191 equal ones have a chance of 1e-6."""
 _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 """Settings that `Plugged...` policies read themselves."""
 
@@ -145,9 +143,13 @@ class Plugged(Policy):
     def has_support(self) -> bool:
         return self.kind != "a pick"
 
+    @property
+    def setting(self) -> str:
+        """The setting that names the class, for messages."""
+        return f"pruning.{self._level}.method = '{self.config.method}'"
+
     def _make_own(self, seed: int, **attributes: Any) -> None:
-        setting = f"pruning.{self._level}.method = '{self.config.method}'"
-        seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
+        setting, seed = self.setting, int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
             self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **attributes)
         except Exception as error:
@@ -170,10 +172,9 @@ class Plugged(Policy):
             self._has_failed |= changes_state
             if isinstance(error, UserError):
                 raise
-            where = f"pruning.{self._level}.method = '{self.config.method}'"
-            raise UserError(f"{where}: {call}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.setting}: {call}: {type(error).__name__}: {error}") from error
 
-    def _call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
+    def call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
         with self._calling(f"choose, given {count} rows in step {step}"):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
@@ -195,47 +196,6 @@ class Plugged(Policy):
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
 
-    def try_again(self, offer: Callable[[int], tuple[Any, Any, int]], updates: int, later: int, steps: int) -> None:
-        """What follows the first choice, in the trial. Raises `UserError` if equal arguments get different answers and
-        no state is saved, or if a `Draw` repeats where it has to be independent: its least certain row bounds the
-        chance of that, since all may be kept together. `offer(draw)` gives rows, as many others, and their step, below
-        the run's `steps` or unused. A step has `updates`; rows come again, and may be drawn anew, `later` steps after.
-        """
-
-        def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
-            choice = self._call_choose(copy.deepcopy(given), len(same), at, minibatch)
-            return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
-
-        same, _, start = offer(0)
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(same, start, 0)[0]
-        instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
-        has_state = self.own_class.own_state is not CustomPolicy.own_state  # it may draw from what it learns in a step
-        if not (has_state or all(np.array_equal(first, answer(same, start, 0)[0]) for _ in range(10))):
-            raise UserError(
-                f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
-            )
-        later_on = "the next step" if later == 1 else "the next epoch"
-        chance = dict.fromkeys(["the next update"] * (updates > 1) + ["the next step", later_on] * (not has_state), 1.0)
-        for draw in range(_TRIAL_DRAWS):
-            rows, others, now = offer(draw)
-            pairs = {  # the last one from epoch to epoch, since all rows of an epoch may share a draw
-                "the next update": ((rows, now, 0), (others, now, 1)),
-                "the next step": ((rows, now, 0), (others, now + 1, 0)),
-                later_on: ((same, start + draw * later, 0), (same, start + (draw + 1) * later, 0)),
-            }
-            chance = {what: chance[what] for what in chance if pairs[what][1][1] < steps}
-            for what in list(chance):
-                (kept, _), (again, pi) = (answer(*arguments) for arguments in pairs[what])
-                least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
-                chance[what] *= least
-                if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
-                    del chance[what]
-                elif chance[what] < 1e-6:
-                    raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
-            self.feedback(StepCost(draw + 1, 1.0, 1.0, 1.0))
-            if not chance:
-                break
-
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
             lines: list[str] = self.own.feedback(cost)
@@ -247,7 +207,7 @@ class Plugged(Policy):
     def own_state(self) -> dict[str, Any]:
         if self._has_failed:
             return copy.deepcopy(self._last_state)
-        where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
+        where = f"{self.setting}: own_state()"
         with self._calling("own_state()", changes_state=False):  # at a save that fails, the next one may not
             if not isinstance(state := self.own.own_state(), dict):
                 raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
@@ -271,7 +231,7 @@ class PluggedPromptPolicy(Plugged, PromptPolicy):
         self._make_own(seed, history=self.history, features=self.features, **sizes)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = self._call_choose(ids.copy(), len(ids), step, minibatch)
+        choice = self.call_choose(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
             self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice, pairs_known=False)
@@ -322,7 +282,7 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        choice = self._call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
+        choice = self.call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
         if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # np.array([]) is of floats, whatever was meant
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
