@@ -1,9 +1,6 @@
-"""The data types of one training step, in the order in which data flows through them.
+"""The data types of one training step, in the order in which data flows through them. They are pickled between ranks.
 
 Prompt -> RolloutPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
-
-Everything here is plain data: numpy arrays and scalars, no torch, no process group. It crosses process
-boundaries by pickling between the ranks of one job, so every class is a slotted dataclass and cheap to send.
 """
 
 from __future__ import annotations
@@ -231,10 +228,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One sequence to train on, with its weight and denominator.
-
-    Code that receives it does not know which pruning policy computed the weight.
-    """
+    """One sequence to train on, with its weight and denominator."""
 
     id: str
     """`prompt index:completion index`, for messages."""
@@ -328,7 +322,7 @@ class UpdateResult:
     """The objective's diagnostics, summed over tokens with the same weights, so that updates can be added up."""
 
     def figures(self) -> dict[str, float]:
-        """All results by metric name, diagnostics as means; a skipped update counts 1 in `skipped_updates`."""
+        """By metric name, diagnostics as means; a skipped update counts 1 in `skipped_updates`."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
         means = {name: mean_of_sums(total, self.tokens) for name, total in self.sums.items()}
         return own | {"skipped_updates": float(self.is_skipped), **means}
@@ -352,7 +346,6 @@ class StepCounts:
     tokens_trained: int
 
     def metrics(self) -> dict[str, float]:
-        """The counts by their names in metrics.jsonl."""
         return {
             "prune/prompts_considered": float(self.prompts_considered),
             "prune/prompts_generated": float(self.prompts_generated),

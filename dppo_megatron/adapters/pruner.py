@@ -1,7 +1,4 @@
-"""The selection in a step of another trainer, on arrays: which prompts and completions, their weights and the ledger.
-
-The adapters differ in where their trainer keeps rewards, rows and divisors; the selection is the same for all of them.
-"""
+"""The selection in a step of another trainer, on arrays; the same for all adapters."""
 
 from __future__ import annotations
 

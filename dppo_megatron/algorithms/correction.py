@@ -124,7 +124,6 @@ class Mismatch:
 
     @staticmethod
     def join(parts: Iterable[Mismatch]) -> Mismatch:
-        """The sum over several ranks."""
         total = Mismatch()
         for part in parts:
             for name, value in vars(part).items():
@@ -159,7 +158,6 @@ class Mismatch:
         }
 
     def _quantile(self, share: float) -> float:
-        """The upper edge of the bin in which this share of the tokens is reached."""
         if not self.tokens:
             return math.nan
         position = int(np.searchsorted(np.cumsum(self.histogram), share * self.tokens))

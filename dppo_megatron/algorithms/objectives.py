@@ -100,7 +100,6 @@ def kl_estimate(batch: TokenBatch, config: KLConfig) -> Tensor:
 
 
 def clipped_surrogate(clip_low: float, clip_high: float, dual_clip: float) -> Objective:
-    """`make_objective` for the clipped surrogate alone."""
     return make_objective(ObjectiveConfig(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip))
 
 

@@ -82,7 +82,6 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing."""
         if self._done.is_set():
             return
         self._done.set()

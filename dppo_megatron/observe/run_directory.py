@@ -144,7 +144,6 @@ class RunDirectory:
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
 
     def check(self) -> None:
-        """Raise UserError if another trainer has taken the directory over."""
         self._lock.check()
 
     def undo_start(self) -> None:

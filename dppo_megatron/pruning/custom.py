@@ -18,11 +18,9 @@ Example: prompts whose last group had variance are always kept, the others with 
 `choose` must not change the policy's state, because a step may be abandoned after it was chosen. State changes in
 `learn` (prompts) and `feedback`, and is saved and restored by `own_state` and `load_own_state`.
 
-The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves.
-They use composition, because a user's subclass could override any step between its answer and the label. Only the
-public names of the base class are ever called on it; defining another name that the trainer's policies use is an error.
-This does not stop code that reaches into the package on purpose. The price: a plugged policy cannot supply its own
-weights or replace a part of a built-in method.
+The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves. A
+user's subclass of them could override any step between its answer and the label. The price: a plugged policy cannot
+supply its own weights or replace a part of a built-in method.
 """
 
 from __future__ import annotations
@@ -145,7 +143,6 @@ class Plugged(Policy):
 
     @property
     def setting(self) -> str:
-        """The setting that names the class, for messages."""
         return f"pruning.{self._level}.method = '{self.config.method}'"
 
     def _make_own(self, seed: int, **attributes: Any) -> None:
@@ -182,15 +179,14 @@ class Plugged(Policy):
         """Raise `UserError` for a design that contradicts itself, or that gives a row with gradient a probability below
         the floor: no run could show whether a row that is kept so rarely ever is."""
         pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
-        for wrong, problem in (
-            (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),
-            (~draw.kept & (pi == 1), "left out a row of probability {:g}"),
-            (
-                live & (pi < least * (1.0 - _ROUNDING)),
-                f"gives probability {{:g}} to a row that can carry gradient, and pruning.{self._level}"
-                f".min_inclusion_prob = {least:g}: raise the one or lower the other",
-            ),
-        ):
+        floor = f"pruning.{self._level}.min_inclusion_prob = {least:g}: raise the one or lower the other"
+        problems = {
+            "kept a row of probability {:g}": draw.kept & (pi < _LEAST_KEPT),
+            "left out a row of probability {:g}": ~draw.kept & (pi == 1),
+            f"gives probability {{:g}} to a row that can carry gradient, and {floor}": live
+            & (pi < least * (1.0 - _ROUNDING)),
+        }
+        for problem, wrong in problems.items():
             if wrong.any():
                 row = int(np.flatnonzero(wrong)[0])
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
@@ -223,8 +219,6 @@ class Plugged(Policy):
 
 
 class PluggedPromptPolicy(Plugged, PromptPolicy):
-    """Delegates the choice to a `CustomPromptPolicy`."""
-
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
         sizes = {name: settings[name] for name in ("completions_per_prompt", "prompts_per_step")}
@@ -248,8 +242,6 @@ class PluggedPromptPolicy(Plugged, PromptPolicy):
 
 
 class PluggedCompletionPolicy(Plugged, CompletionPolicy):
-    """Delegates the choice to a `CustomCompletionPolicy`."""
-
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
         self._make_own(seed, zero_advantage_slope=self.zero_advantage_slope, group_size=self.group_size)
@@ -262,7 +254,6 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
             )
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
-        config = self.config
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
             live = live & (batch.advantages != 0)
@@ -271,11 +262,10 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
         if isinstance(choice, Draw):
             self._check_support(choice, live)
             return weigh_by(self, choice, label=self._label_of(choice), score=score, pairs_known=False)
-        elif choice.dtype == np.bool_:
+        if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
-        else:
-            pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
-            return weigh_by(self, self._draw(batch, pi, counters), label=self._label_of(choice), score=score)
+        pi = np.where(live, np.maximum(choice, self.config.min_inclusion_prob), 0.0)
+        return weigh_by(self, self._draw(batch, pi, counters), label=self._label_of(choice), score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
         return self._label_of(self._chosen(batch, *counters))

@@ -28,8 +28,7 @@ def end_probability(config: EarlyStopConfig, lengths: IntArray) -> FloatArray:
     """
     if not config.after_tokens:
         return np.ones(lengths.shape)
-    share: FloatArray = np.clip(config.after_tokens / np.maximum(lengths, 1), config.min_inclusion_prob, 1.0)
-    return share
+    return np.asarray(np.clip(config.after_tokens / np.maximum(lengths, 1), config.min_inclusion_prob, 1.0))
 
 
 def draw_limits(
@@ -49,5 +48,4 @@ def draw_limits(
 def limits_of(config: EarlyStopConfig, uniform: FloatArray, longest: int) -> IntArray:
     """Limits from uniform numbers u in [0, 1), any shape: the largest n with S(n) >= u, at most `longest`."""
     most = np.minimum(np.floor(config.after_tokens / np.maximum(uniform, 1e-12)), float(longest))
-    limits: IntArray = np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)
-    return limits
+    return np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)

@@ -202,7 +202,6 @@ def levels(name: str) -> tuple[str, str]:
 
 
 def method_overrides(name: str) -> list[str]:
-    """The settings that make a job use this method."""
     return [
         f"pruning.{level}.{key}={value if isinstance(value, str) else str(value).lower()}"
         for level, key, value in _settings(name)
@@ -210,7 +209,6 @@ def method_overrides(name: str) -> list[str]:
 
 
 def with_method(config: C, name: str) -> C:
-    """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):
         setattr(getattr(changed.pruning, level), key, value)

@@ -128,7 +128,7 @@ class PromptPolicy(Policy):
         stands_for [K, G]: weight of each completion that makes up for those stopped early; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))
-        rewards = check_visits(ids, rewards, lengths, binary_score=bool(self.in_unit(self.config)))
+        rewards = check_visits(ids, rewards, lengths, self.in_unit(self.config))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
         inclusion, planned = (

@@ -163,7 +163,6 @@ class GresoPolicy(WeightedGresoPolicy):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """Raise UserError for bounds that contradict each other."""
         least, most = config.greso.smallest_refill_prompts, config.greso.largest_refill_prompts
         if most < least:
             key = f"{key}.greso"

@@ -92,12 +92,10 @@ class StepVariance:
 
     @property
     def growth(self) -> Growth:
-        """The product of all four."""
         each = self.prompts, self.completions, self.sizes, self.early
         return Growth(math.prod(one.predicted for one in each), math.prod(one.realised for one in each))
 
     def metrics(self) -> dict[str, float]:
-        """The `prune/*` metrics."""
         stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
         stages |= {"size_": self.sizes} if self.sizes != UNCHANGED else {}
         stages |= {"early_stop_": self.early} if self.early != UNCHANGED else {}

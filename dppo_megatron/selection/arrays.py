@@ -1,7 +1,6 @@
-"""What goes into a step's selection and what comes out of it: arrays, and nothing else.
+"""What goes into a step's selection and what comes out of it. Tokens and texts stay on the ranks that hold them.
 
-Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay on the ranks that hold them. Optimizer
-mini-batches are drawn independently of each other; `merge` combines their selections.
+Optimizer mini-batches are drawn independently of each other; `merge` combines their selections.
 """
 
 from __future__ import annotations
@@ -177,11 +176,8 @@ def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
 
 
 def merge(parts: list[Selection], order: IntArray) -> Selection:
-    """Combines the selections of mini-batches; `order` puts their concatenated rows into place.
-
-    Token metrics are added; other metrics are averaged over all rows. Ledger rows of one name become one row, with the
-    worst label.
-    """
+    """Combines the selections of mini-batches; `order` puts their concatenated rows into place. Ledger rows of one name
+    become one row, with the worst label."""
     if len(parts) == 1:
         return parts[0]
     costs = [part.kept_cost for part in parts if part.kept_cost is not None]
@@ -232,22 +228,9 @@ def to_all_rows(values: NDArray[T], rows: IntArray, rollouts: Rollouts, fill: bo
     return every
 
 
-def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trained: IntArray) -> StepCounts:
-    """`trained`: the lengths of the completions that are trained on."""
-    return StepCounts(
-        prompts_considered=len(offered.kept),
-        prompts_generated=int(offered.kept.sum()),
-        completions_generated=int(prompts.size.sum()),
-        completions_trained=len(trained),
-        tokens_generated=tokens_sampled,
-        tokens_trained=int(trained.sum()),
-    )
-
-
 def was_requested(rollouts: Rollouts, sizes: IntArray) -> BoolArray:
     """[K, G] whether each completion was requested, given the number [K] requested of each prompt."""
-    requested: BoolArray = np.arange(rollouts.rewards.shape[1]) < sizes[:, None]
-    return requested
+    return np.asarray(np.arange(rollouts.rewards.shape[1]) < sizes[:, None])
 
 
 def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, in_mean: FloatArray) -> dict[str, float]:

@@ -106,8 +106,7 @@ def whitening_factor(
 
     scale = divisor(moments.sum(), counts.sum()) / divisor(weight @ moments, weight @ counts)
     mean = weight.mean(axis=0)
-    factor: FloatArray = np.where(mean > 0, scale @ weight / draws / np.where(mean > 0, mean, 1.0), 1.0)[kept]
-    return factor
+    return np.asarray(np.where(mean > 0, scale @ weight / draws / np.where(mean > 0, mean, 1.0), 1.0)[kept])
 
 
 def _donors(pi: FloatArray, kept: np.ndarray) -> np.ndarray:

@@ -1,6 +1,4 @@
-"""All selection of a step: order, prompt policy, advantages, completion policy, weights, ledger.
-
-It sees only arrays: the training loop runs it on rank 0 with the engine's output, and `simulate` on a recorded trace.
+"""All selection of a step, on arrays: the training loop runs it on rank 0, and `simulate` on a recorded trace.
 
 With several optimizer updates per step, nominal prompts are assigned to mini-batches by position before anything is
 selected. Each mini-batch has its own independent draws and its own denominators: the draws of update 2 are then
@@ -33,7 +31,6 @@ from dppo_megatron.selection.arrays import (
     Rollouts,
     TrainSelection,
     completion_batch,
-    counts_of,
     join,
     merge,
     part,
@@ -46,7 +43,7 @@ from dppo_megatron.selection.bias import BiasSource, with_estimates
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.selection.missing import Missing, PastLosses, as_foreseen, missing_of, with_lengths
 from dppo_megatron.selection.open_steps import FinishedStep, OpenStep, Place
-from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, StepCounts, UserError
 
 
 class Selector:
@@ -233,7 +230,15 @@ class Selector:
         state.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         state.drawn = (np.concatenate(state.offered), offered), (batch.prompt_index, completions)
         state.deviations = self._deviations(state.drawn, batch)
-        counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
+        trained = batch.lengths[completions.kept]
+        counts = StepCounts(
+            prompts_considered=len(offered.kept),
+            prompts_generated=int(offered.kept.sum()),
+            completions_generated=int(prompts.size.sum()),
+            completions_trained=len(trained),
+            tokens_generated=int(sampled.sum()),
+            tokens_trained=int(trained.sum()),
+        )
         has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
             kept=kept,
@@ -265,8 +270,7 @@ class Selector:
 
     def _usual_moment(self, prompts: PromptDraw) -> FloatArray:
         """[K] second moment in a group of the usual size over that in its own: a mean over fewer others is noisier."""
-        ratio: FloatArray = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)
-        return ratio
+        return np.asarray((1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group))
 
     def _variance(
         self, planned: Selection, batch: CompletionBatch, completions: Selection, state: OpenStep, rows: IntArray
@@ -354,7 +358,6 @@ class Selector:
         return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the step after the last one with feedback depends on."""
         prompt_state = self._open[0].before if self._open else None
         places = [*(one.place for one in self._open), *self._replayed, self._settled]
         places = places if self._delay else places[:1]
@@ -474,8 +477,7 @@ class Selector:
         if not self._prompt_policy.resamples:
             return prompts.minibatch
         position = np.maximum(np.cumsum(groups.kept) - 1, 0)
-        shared: IntArray = position * self._updates // max(int(groups.kept.sum()), 1)
-        return shared
+        return np.asarray(position * self._updates // max(int(groups.kept.sum()), 1))
 
     def _denominator(
         self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, state: OpenStep, prompts: PromptDraw
