@@ -332,11 +332,8 @@ class Run:
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate sets that were added or changed since the run was last started: `step`, from which it resumes, is
-        their score before training.
-
-        Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
-        """
+        """Evaluate sets that were added or changed since the run was last started, at the `step` from which it resumes.
+        Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective."""
         summary, names = self.summary, list(eval_set_configs(self._config))
         new = [name for name in names if name not in summary.eval_before]
         scores = self.loop.evaluate(new) if new else []

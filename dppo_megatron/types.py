@@ -202,8 +202,7 @@ STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
 
 
 def deciding_reward(grade: Grade) -> float:
-    """The reward that decides whether a completion is correct: the first of several named ones, else the only one. NaN
-    if there is none."""
+    """The reward that decides whether a completion is correct: the first of several named ones. NaN: there is none."""
     return math.nan if grade.undecided else next(iter(grade.parts.values()), grade.reward)
 
 
@@ -246,8 +245,7 @@ class TrainSample:
     figure_weight: float = 1.0
     """Weight of each of its tokens in the policy's metrics (`TrainSelection.figure_weight`); 1 without selection."""
     old_logprobs: FloatArray | None = None
-    """[n - num_prompt_tokens] under the actor before the step's first update, the clip's centre. None: the
-    behaviour's."""
+    """[n - num_prompt_tokens] under the actor before the step's first update. None: the behaviour's."""
     reference_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
     experts: ExpertArray | None = None

@@ -48,8 +48,7 @@ class StepPruner(Stateful):
         chosen = pruner.choose(nominal, step)                      # before rollout
         kept = pruner.finish(nominal, chosen, rewards, ..., step)  # after the trainer's advantages
 
-    Steps count from 0. Everything is a function of seed, step, rows and history: processes that see the same arrays
-    choose the same without communication.
+    Steps count from 0. Processes that see the same arrays choose the same without communication.
 
     Raises:
         UserError: a method that needs what other trainers do not offer: refills, measured costs, more prompts.

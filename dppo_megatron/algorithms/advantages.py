@@ -45,12 +45,14 @@ def make_advantages(
     """
     if stands_for is not None or config.advantage == "posterior_loo":
         known = np.full((len(rewards), 2), 0.5) if prior is None else prior
-        advantages = _by_prior(rewards, config, lengths, known, stands_for)
+        counts = np.ones(rewards.shape) if stands_for is None else stands_for
+        by_length = lengths if config.normalization == "sequence_mean" else None
+        to_posterior = config.advantage == "posterior_loo"
+        advantages = early_stop_advantages(rewards, counts, known, by_length, to_posterior=to_posterior)
         if penalty is None:
             return advantages
         # The prior does not cover penalties: they get the others' mean alone as baseline, with u = 0 for stopped ones.
         penalties = np.where(np.isnan(rewards), np.nan, penalty)
-        counts = np.ones(rewards.shape) if stands_for is None else stands_for
         return np.asarray(advantages + early_stop_advantages(penalties, counts, np.tile([0.0, 1.0], (len(rewards), 1))))
     rewards = rewards if penalty is None else rewards + penalty
     if config.advantage == "rloo":
@@ -59,16 +61,6 @@ def make_advantages(
         weights = np.ones(len(rewards)) if group_weights is None else group_weights
         return whitened_advantages(rewards, weights, eps=config.advantage_eps)
     return group_advantages(rewards, divide_by_std=config.advantage == "group_std", eps=config.advantage_eps)
-
-
-def _by_prior(
-    rewards: FloatArray, config: ObjectiveConfig, lengths: IntArray | None, prior: FloatArray, counts: FloatArray | None
-) -> FloatArray:
-    by_length = lengths if config.normalization == "sequence_mean" else None
-    if counts is None:
-        return posterior_advantages(rewards, prior, by_length)
-    to_posterior = config.advantage == "posterior_loo"
-    return early_stop_advantages(rewards, counts, prior, by_length, to_posterior=to_posterior)
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
@@ -211,9 +203,6 @@ def denominators(
     normalization: str, lengths: IntArray, tokens: FloatArray, *, nominal: int, max_completion_tokens: int
 ) -> FloatArray:
     """The divisor of each completion's token sum, [K, G] float64, from the planned full mini-batch.
-
-    If the divisor counted what survived a selection, it would depend on the draw, and the estimate would no longer be
-    linear in the weights.
 
     Args:
         lengths: [K, G] completion tokens.

@@ -31,8 +31,7 @@ _FURTHEST = 4.0
 
 
 def half_of(groups: IntArray, seed: int, step: int) -> BoolArray:
-    """[n] which of `groups` [n] (positions in the step) are in the half of a probe: each with probability 1/2, and the
-    same on every rank."""
+    """[n] which of `groups` [n] (positions in the step) are in the half of a probe, each with probability 1/2."""
     return np.asarray(uniforms(seed, "half batch", groups, step) < 0.5 if len(groups) else np.zeros(0, np.bool_))
 
 

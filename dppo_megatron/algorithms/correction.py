@@ -85,8 +85,7 @@ class Mismatch:
     product: FloatArray = field(default_factory=lambda: np.zeros(3))
     """The same for r times the pruning weight, over the kept completions without figure weights."""
     gradient: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Squared norms of the gradient's error and of the gradient, taking those of different completions as orthogonal,
-    as in `selection/bias.py`."""
+    """Squared norms of the gradient's error and of the gradient, completions taken as orthogonal."""
 
     def add(
         self,

@@ -109,8 +109,7 @@ class CompletionPolicy(Policy):
 
 
 def check_batch(batch: CompletionBatch) -> None:
-    """Raise ValueError, with the array, the prompt and the completion, for a wrong shape or value. A NaN reward is a
-    failed grading and allowed."""
+    """Raise ValueError, with the array and the row, for a wrong shape or value. A NaN reward is allowed."""
     n = len(batch)
     for name, array in batch.arrays().items():
         if np.shape(array) != (n,):

@@ -1,5 +1,4 @@
-"""Completion methods of other papers, for comparison under the same loop: CPPO, DPPO's Algorithm 1, GRESO's filter,
-InfoBatch's rule and PODS' subset.
+"""Completion methods of other papers: CPPO, DPPO's Algorithm 1, GRESO's filter, InfoBatch's rule and PODS' subset.
 
 Most keep the highest-scoring completions with certainty. On-policy, with binary rewards and constant weighting, this
 only re-weights prompts; with 1/length, KL terms or graded rewards it changes the direction of the gradient. The ledger
@@ -198,8 +197,7 @@ def _lost(score: FloatArray, drawn: Draw) -> float:
 def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform: FloatArray) -> Draw:
     """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties are broken at random.
 
-    The best m of G are always the i lowest and the m - i highest for some i, so G log G work replaces a search over
-    subsets.
+    The best m of G are always the i lowest and the m - i highest for some i.
 
     Args:
         rewards: [n], NaN where grading failed: such rows are never kept.

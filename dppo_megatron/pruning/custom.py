@@ -1,11 +1,7 @@
 """User-defined policies: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-A policy has to define one method, `choose`. The type it returns determines how much is known about the choice:
-
-    probabilities   float array [n]: raised to `min_inclusion_prob`, used for the draw, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
-                    unbiased, but biased once its earlier draws have refuted its probabilities (`monitors.py`)
-    a pick          boolean array [n]: its probabilities are unknown: biased, with weights of 1
+A policy has to define one method, `choose`. It returns probabilities (floats [n]), a `Draw`, or a pick (booleans [n]);
+the type decides weights and label (docs/pruning.md).
 
 Example: prompts whose last group had variance are always kept, the others with probability 1/3.
 
@@ -161,8 +157,7 @@ class Plugged(Policy):
 
     @contextmanager
     def _calling(self, call: str, *, changes_state: bool = True) -> Iterator[None]:
-        """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
-        does, and in a step with a checkpoint."""
+        """Turn an exception of the user's code into a `UserError`, which in a step ends the run with a checkpoint."""
         try:
             yield
         except Exception as error:
@@ -261,14 +256,15 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
             self._check_support(choice, live)
-            return weigh_by(self, choice, label=self._label_of(choice), score=score, pairs_known=False)
+            return weigh_by(self, choice, label=self.label, score=score, pairs_known=False)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         pi = np.where(live, np.maximum(choice, self.config.min_inclusion_prob), 0.0)
-        return weigh_by(self, self._draw(batch, pi, counters), label=self._label_of(choice), score=score)
+        return weigh_by(self, self._draw(batch, pi, counters), label=self.label, score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
-        return self._label_of(self._chosen(batch, *counters))
+        self._chosen(batch, *counters)
+        return self.label
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
@@ -284,13 +280,13 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
         self.kind = kind
         return choice
 
-    def _label_of(self, choice: Choice) -> Label:
+    @property
+    def label(self) -> Label:
         """By the kind of the answer and the settings, not by the probabilities: those depend on the prompt draw."""
-        if not isinstance(choice, Draw) and choice.dtype == np.bool_:
+        if self.kind == "a pick":
             return "biased"
-        config = self.config
-        least, cap = config.min_inclusion_prob, config.max_weight
-        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
+        least, cap = self.config.min_inclusion_prob, self.config.max_weight
+        return label_of_settings(self.config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:

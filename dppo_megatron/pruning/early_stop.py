@@ -1,9 +1,7 @@
 """Random limits at which completions are stopped early, and the weights of those that finish.
 
-A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). A
-completion of n tokens finishes with probability S(n), whatever it contains, and then has weight 1 / S(n): in
-expectation every completion is trained on once, and long ones cost less: one of n > after tokens takes about
-after (1 + log(n / after)) tokens on average, until the floor decides.
+A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). One of
+n > after tokens takes about after (1 + log(n / after)) tokens on average, until the floor decides.
 
 S deliberately ignores the prompt. Predicting each completion's length and reward would gain 1.2 times as much on
 recorded runs (docs/choosing.md), but such predictions are fitted to full lengths, of which a run that stops early sees

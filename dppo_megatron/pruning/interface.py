@@ -1,7 +1,6 @@
 """What goes into a pruning policy and comes out of it.
 
-A policy never sees the model or the loss. It returns weights as data, by which the loss is multiplied; only the ledger
-records which policy made them.
+A policy never sees the model or the loss. It returns weights as data, by which the loss is multiplied.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class Selection:
     growth: float = 1.0
     """Factor by which this selection increases the gradient's variance, as the scores predict it before the draw."""
     planned_prob: FloatArray | None = None
-    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Only used to measure what
-    skipping would do."""
+    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`."""
     kept_cost: float | None = None
     """Expected kept share of the cost of everything offered, in (0, 1]; None: the method knows no cost."""
     effect: Effect | None = None
@@ -147,8 +145,7 @@ class CompletionBatch:
     lengths: IntArray
     """Completion tokens."""
     logit_grad_norm: FloatArray
-    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens, from rollout log-probabilities; see
-    `scores.logit_grad_norm`."""
+    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens: `scores.logit_grad_norm` of its log-probabilities."""
     denominator: FloatArray
     """Frozen divisor of the token sum, 1 / omega: what the trainer would divide by if nothing was dropped."""
     prompt_weight: FloatArray
@@ -254,8 +251,7 @@ class StepCost:
     other_s: float
     """The rest of the step: selecting, packing, syncing."""
     kept_cost: float = 1.0
-    """Expected share of the variable cost that this level's selection kept in this same step, in (0, 1]. Filled in by
-    `Selector`."""
+    """Expected share of the variable cost that this level's selection kept in this same step, in (0, 1]."""
 
 
 class Stateful:

@@ -161,9 +161,8 @@ class EffectMonitor(Stateful):
         effect = sum(m / pi / planned) / sum(m / pi)
 
     where `planned` is the probability derived from the score. It equals pi except while nothing is skipped (warm-up, or
-    after the score was rejected). The effect that skipping would have is measured then too, so that pruning begins, or
-    begins again, on evidence. It is compared with skipping at random at the same cost, whose effect is the inverse of
-    the share of tokens planned to be kept. A score that does worse than that is worse than no score.
+    after the score was rejected). The effect that skipping would have is measured then too. It is compared with
+    skipping at random at the same cost, whose effect is the inverse of the share of tokens planned to be kept.
 
     At rate 0 no plan skips, so the score is never judged, and neither are group sizes derived from it; their effect is
     measured by `StepVariance.sizes`.

@@ -109,8 +109,7 @@ class TrainSelection:
     in_mean: FloatArray
     """[K] the same in means of rewards, where groups count equally and one without a reward by others of its set."""
     unforeseen: tuple[LedgerRow, ...]
-    """The row of missing completions, if this step is the first to lose any of that kind; from the next step on it is
-    in `ledger`, in every draw."""
+    """The row of missing completions, if this step is the first to lose any of that kind; later in `ledger`."""
     prior: FloatArray | None = None
     """[offered, 2] Beta parameters of each offered prompt's reward before the step; None: no advantage reads them."""
 
@@ -176,8 +175,7 @@ def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
 
 
 def merge(parts: list[Selection], order: IntArray) -> Selection:
-    """Combines the selections of mini-batches; `order` puts their concatenated rows into place. Ledger rows of one name
-    become one row, with the worst label."""
+    """Combines the selections of mini-batches; `order` puts their concatenated rows into place."""
     if len(parts) == 1:
         return parts[0]
     costs = [part.kept_cost for part in parts if part.kept_cost is not None]
@@ -210,7 +208,7 @@ def _columns(parts: list[Selection]) -> dict[str, Any]:
 
 
 def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
-    """One row per name, from (row, number of elements it describes)."""
+    """One row per name, with the worst label, from (row, number of elements it describes)."""
     merged = []
     for name in dict.fromkeys(row.name for row, _ in rows):
         same_name = [(row, count) for row, count in rows if row.name == name]

@@ -1,5 +1,4 @@
-"""Advantages and frozen divisors of a step's completions before any is dropped, and the ledger rows they cause. They
-are the same for every method."""
+"""Advantages and frozen divisors of a step's completions before any is dropped, and the ledger rows they cause."""
 
 from __future__ import annotations
 

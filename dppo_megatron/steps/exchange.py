@@ -74,8 +74,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Parcels:
-    """All kept completions of a step, of all its updates, as columns [n] in the order of the buffers. The same on every
-    rank."""
+    """All kept completions of a step, as columns [n] in the order of the buffers. The same on every rank."""
 
     update: IntArray
     place: IntArray

@@ -141,8 +141,7 @@ class Loop:
                     before_next(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: drop SFT's examples, start a new optimizer and schedule, and with a KL term keep the
-        reference policy."""
+        """Begin the RL phase: a new optimizer and schedule, and with a KL term the reference policy."""
         config = self.job.config
         self.job.sft_examples.clear()
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)

@@ -80,8 +80,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTable:
-    """The outcomes of k groups as arrays: what rank 0 needs to select completions, 43 bytes of each. A rank makes the
-    rows of the groups that it holds."""
+    """The outcomes of k groups as arrays: what rank 0 needs to select completions, 43 bytes of each."""
 
     position: IntArray
     """[k] position of each group in the step."""
