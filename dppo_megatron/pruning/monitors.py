@@ -147,10 +147,11 @@ class DeclaredTest:
 
     def judged(self, selection: Selection) -> Selection:
         """The selection, with ledger rows labelled biased if their probabilities were refuted by earlier draws."""
+        if not self.refuted:
+            return selection
         rows = selection.ledger
-        if self.refuted:
-            noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
-            rows = tuple(new if row.label in _TESTED else row for row, new in zip(rows, noted, strict=True))
+        noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
+        rows = tuple(new if row.label in _TESTED else row for row, new in zip(rows, noted, strict=True))
         return replace(selection, ledger=rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -278,10 +278,9 @@ class Selector:
         """Variance growths of a step; `rows` [n] are the trainable completions, in the batch."""
         assert state.outcome is not None and state.missing is not None
         prompts, rollouts, _ = state.outcome
-        group, sizes, ended = rows // rollouts.rewards.shape[1], None, None
-        if self._size_factor > 1:
-            shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
-            sizes = GroupSizes(*shares, float(np.mean(state.size_growth)) if state.size_growth else 1.0)
+        group, ended = rows // rollouts.rewards.shape[1], None
+        shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
+        sizes = GroupSizes(*shares, float(np.mean(state.size_growth)) if state.size_growth else 1.0)
         if rollouts.stands_for is not None:
             noise = self._coefficients.baseline_noise(rollouts, state.prior()[1])
             ended = EarlyStops(rollouts.stands_for.ravel()[rows], noise.ravel()[rows])
