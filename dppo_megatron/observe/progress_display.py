@@ -9,10 +9,7 @@ Example, of 100 answers at 4 s each:
     evaluation: 2 of 100 answers, 12 tokens/s, about 7 min left
     evaluation: 4 of 100 answers, ...
     evaluation: 100 answers in 7 min
-
-Without a count, and without a total:
-    saving the checkpoint of step 20: 5 s             reading train.jsonl: 48,000 problems, 5 s
-    saving the checkpoint of step 20: done in 12 s    reading train.jsonl: 91,000 problems in 9 s
+    saving the checkpoint of step 20: done in 12 s
 """
 
 from __future__ import annotations

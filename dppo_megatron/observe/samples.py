@@ -5,9 +5,7 @@ into one, because parallel file systems handle few large files better than many 
 
     loop (every rank)          thread "samples"
     write(step, groups) ──▶ queue of 4 ──▶ arrow columns ──▶ steps_000012-000012.rank0000.parquet
-      never waits: if the disk is slower    every 64: ──▶ steps_000001-000064.rank0000.parquet
-      than the steps, samples are           above max_gb: the oldest file is deleted
-      dropped, with a warning
+      never waits: samples may be lost      every 64: ──▶ steps_000001-000064.rank0000.parquet
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """DPPO's completion selection: fixed-size systematic sampling with probabilities from a free gradient-norm score.
 
-Rollouts are already paid for at this point, so the only cost of pruning is variance, and a good score makes it small:
-in the reference experiment 1-2 % at 50 % pruned and 9-20 % at 70 %. Without a KL term, a completion with advantage 0
-has no gradient and is dropped for free. With one it keeps a floor probability, or its KL gradient would be lost.
+Rollouts are already paid for at this point, so the only cost of pruning is variance. Without a KL term, a completion
+with advantage 0 has no gradient and is dropped for free. With one it keeps a floor probability.
 
 If the kept completions do not fill the last round of micro-batches, keeping more lowers the variance without adding one
 (`fill_slack`). The new probabilities are a function of the full batch alone, so weights of 1/pi stay exactly unbiased.

@@ -11,9 +11,6 @@ Example: prompts whose last group had variance are always kept, the others with 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
-`choose` must not change the policy's state, because a step may be abandoned after it was chosen. State changes in
-`learn` (prompts) and `feedback`, and is saved and restored by `own_state` and `load_own_state`.
-
 The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves. A
 user's subclass of them could override any step between its answer and the label. The price: a plugged policy cannot
 supply its own weights or replace a part of a built-in method.

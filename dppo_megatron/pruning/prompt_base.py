@@ -1,8 +1,5 @@
-"""What prompt policies share: warm-up and annealing, a canonical order, the history, the state.
-
-Batches are sorted by prompt before anything is computed, so that even the rounding of a sum does not depend on the
-order in which prompts arrive.
-"""
+"""What prompt policies share: warm-up and annealing, history, state. Batches are sorted by prompt first, so that even
+the rounding of a sum does not depend on the order in which prompts arrive."""
 
 from __future__ import annotations
 

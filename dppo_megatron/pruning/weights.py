@@ -1,14 +1,13 @@
 """From a draw to weights, and the label that states what they estimate.
 
-Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are provided because
-papers use them: C/(1-P) equals Horvitz-Thompson if the size is fixed, and is a ratio estimator otherwise; Hajek accepts
-O(1/n) bias for a lower variance, which it does not achieve with zero-sum advantages. The cap trades bias for variance.
+Horvitz-Thompson is the default because it is exactly unbiased for any design. Papers use the two ratio forms: C/(1-P)
+equals Horvitz-Thompson if the size is fixed; Hajek accepts O(1/n) bias for a lower variance, which it does not achieve
+with zero-sum advantages.
 
 A label that depended on the draw would be `exact` whenever a random skip happened to skip nothing, which is no property
 of the method. So a label is a function of what is known before the draw: at the prompt level, the nominal prompts'
 inclusion probabilities, which depend on history alone; at the completion level, the settings alone, because there the
-probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless still
-has the label of the worst batch that its settings allow.
+probabilities depend on which prompts were drawn.
 """
 
 from __future__ import annotations

@@ -223,11 +223,8 @@ def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple
 
 def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) -> tuple[LedgerRow, ...]:
     """The rows for completions that servers aborted or lost, of a step with groups of these sizes [K]. A bias is the
-    share of the step that was sampled again: the lost completions are not known, so each counts in full.
-
-    The row of a setting is in every step that the setting may affect, even if nothing happened, since a label must not
-    depend on the outcome. A server's failure is not a setting: a step without one has no row.
-    """
+    share of the step that was sampled again. The row of a setting is in every step that the setting may affect, since a
+    label must not depend on the outcome. A server's failure is not a setting: a step without one has no row."""
     if config.engine == "hf":
         return ()
     rows = []

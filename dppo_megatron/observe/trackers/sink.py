@@ -1,10 +1,4 @@
-"""The trainer's side of the trackers: queues each step and returns at once, whatever the tools do.
-
-    trainer, main thread      thread "NAME", one per tracker          process of NAME
-    step(line) ──▶ queue of 64 ──▶ writes a message, reads the answer ──▶ the tool ──▶ files, network
-      never waits: a step that        waits for: the process                 waits for: its files and servers
-      finds the queue full is lost
-      to this tracker, and counted
+"""The trainer's side of the trackers: queues each step for a thread of each tool and returns at once (docs/observe.md).
 
 A tracker whose process or first message fails is lost: nothing more is sent to it.
 """
