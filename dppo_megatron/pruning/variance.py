@@ -127,7 +127,8 @@ def step_variance(
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
     squared = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
     ones = np.ones(len(squared))
-    sizes, ended = sizes or GroupSizes(ones, ones, 1.0), ended or EarlyStops(ones, 0.0 * ones)
+    sizes = sizes or GroupSizes(ones, ones, 1.0)
+    ended = ended or EarlyStops(ones, np.zeros(len(squared)))
     full_batch, moment = squared * sizes.usual, squared * sizes.share
     drawn_weight = batch.prompt_weight / stands_for  # still contains `ended.counts`: w e of the module docstring
     weight = drawn_weight * completions.weight
