@@ -226,6 +226,18 @@ def to_all_rows(values: NDArray[T], rows: IntArray, rollouts: Rollouts, fill: bo
     return every
 
 
+def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trained: IntArray) -> StepCounts:
+    """`trained`: the lengths of the completions that are trained on."""
+    return StepCounts(
+        prompts_considered=len(offered.kept),
+        prompts_generated=int(offered.kept.sum()),
+        completions_generated=int(prompts.size.sum()),
+        completions_trained=len(trained),
+        tokens_generated=tokens_sampled,
+        tokens_trained=int(trained.sum()),
+    )
+
+
 def was_requested(rollouts: Rollouts, sizes: IntArray) -> BoolArray:
     """[K, G] whether each completion was requested, given the number [K] requested of each prompt."""
     return np.asarray(np.arange(rollouts.rewards.shape[1]) < sizes[:, None])

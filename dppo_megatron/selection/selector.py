@@ -31,6 +31,7 @@ from dppo_megatron.selection.arrays import (
     Rollouts,
     TrainSelection,
     completion_batch,
+    counts_of,
     join,
     merge,
     part,
@@ -43,7 +44,7 @@ from dppo_megatron.selection.bias import BiasSource, with_estimates
 from dppo_megatron.selection.coefficients import Coefficients
 from dppo_megatron.selection.missing import Missing, PastLosses, as_foreseen, missing_of, with_lengths
 from dppo_megatron.selection.open_steps import FinishedStep, OpenStep, Place
-from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, StepCounts, UserError
+from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
 
 
 class Selector:
@@ -230,15 +231,7 @@ class Selector:
         state.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
         state.drawn = (np.concatenate(state.offered), offered), (batch.prompt_index, completions)
         state.deviations = self._deviations(state.drawn, batch)
-        trained = batch.lengths[completions.kept]
-        counts = StepCounts(
-            prompts_considered=len(offered.kept),
-            prompts_generated=int(offered.kept.sum()),
-            completions_generated=int(prompts.size.sum()),
-            completions_trained=len(trained),
-            tokens_generated=int(sampled.sum()),
-            tokens_trained=int(trained.sum()),
-        )
+        counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
             kept=kept,
