@@ -298,7 +298,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
     longest, slope = config.rollout.sampling.max_completion_tokens, zero_advantage_slope(config.objective)
-    try_policies(config.pruning, minibatch // size, size, longest, slope, config.objective.updates_per_step, config.steps)
+    updates = config.objective.updates_per_step
+    try_policies(config.pruning, minibatch // size, size, longest, slope, updates, config.steps)
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
