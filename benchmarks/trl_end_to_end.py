@@ -75,7 +75,7 @@ def run_worker(job_path: Path) -> None:
     kind: Any = trl.GRPOTrainer
     own: dict[str, Any] = {}
     if job["is_compact"]:
-        from dppo_megatron.adapters.trl_batches import CompactGeneration
+        from dppo_megatron.adapters.trl import CompactGeneration
 
         kind = type("TRLCompact", (CompactGeneration, kind), {})
     if job["pruning"]:

@@ -44,7 +44,8 @@ from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, check_gpus, this_machine
 from dppo_megatron.progress import progress
 from dppo_megatron.pruning.interface import LARGEST_REWARD
-from dppo_megatron.pruning.policies import check_methods, prompt_policy_class, try_policies, try_prompt_policy
+from dppo_megatron.pruning.policies import check_methods, prompt_policy_class
+from dppo_megatron.pruning.trial import try_policies, try_prompt_policy
 from dppo_megatron.rewards.cross_check import check_installed
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.start_checks import RewardBounds, check_grader, check_references, unused_grader

@@ -28,7 +28,6 @@ Display: TypeAlias = Callable[[str, int, str], AbstractContextManager[Advance]]
 
 @contextmanager
 def unshown(what: str, total: int, unit: str) -> Iterator[Advance]:
-    """A `Display` that shows nothing."""
     yield lambda done, tokens=0: None
 
 
@@ -51,7 +50,6 @@ def progress(what: str, total: int = 0, unit: str = "") -> AbstractContextManage
 
 @contextmanager
 def shown_by(display: Display) -> Iterator[None]:
-    """Show the tasks of the block by `display`."""
     token = _DISPLAY.set(display)
     try:
         yield

@@ -1,8 +1,7 @@
 """A run from start to end: when to record, evaluate, save and stop.
 
 It keeps files, signals and checkpoints out of the loop (`steps/loop.py`), and `train.py` on one screen. The run
-directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes from. On
-resume the logs are truncated to the step of that checkpoint.
+directory belongs to `observe/run_directory.py`; `checkpoint/origin.py` decides which checkpoint a run resumes from.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ from dppo_megatron.observe.trackers.process import Cell, StepLine
 from dppo_megatron.observe.trackers.sink import COLUMNS, Trackers, numbers, start_trackers, table
 from dppo_megatron.observe.watchdog import StopRequests, Watchdog
 from dppo_megatron.progress import counted, progress, shown_by
-from dppo_megatron.pruning import LedgerRow, biased_rows
+from dppo_megatron.pruning import biased_rows
 from dppo_megatron.spans import recorded_by
 from dppo_megatron.steps.freed_memory import FreedMemory
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
-from dppo_megatron.steps.trace import changed_since, trace_header, trace_seconds, write_features
+from dppo_megatron.steps.trace import changed_since, trace_header, write_features
 from dppo_megatron.texts import log, logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.hf_files import write_checkpoint
@@ -63,11 +62,7 @@ class Stopped(Exception):
 
 
 class Run:
-    """Owns the process group and the run directory for the duration of a `with` block.
-
-    Args:
-        clock: monotonic seconds, only for the progress display.
-    """
+    """Owns the process group and the run directory for the duration of a `with` block."""
 
     def __init__(self, job: Job, clock: Callable[[], float] = time.monotonic) -> None:
         self._started = time.perf_counter()
@@ -111,6 +106,7 @@ class Run:
             undo.pop_all()
         self.summary, self._freed_memory = Summary(), FreedMemory()
         self._warned: set[str] = set()
+        """Selections that bias the gradient and have had their warning."""
         self._first_step = 1
         self.last_step = job.config.steps
         self._recorded: int | None = None
@@ -121,8 +117,10 @@ class Run:
         log(*map(with_paths, [*job.notes, *references]))
         log(*(f"changed since the run began: {line}" for line in changes))
         log(self.loop.actor.description)
-        self._trackers = self._start_trackers()
+        self._trackers: Trackers | None = None
         """On rank 0, if any are configured."""
+        if self._files and job.config.observe.trackers:
+            self._trackers = start_trackers(job.config, self._directory, self._run, self._resumed_step)
 
     def __enter__(self) -> Run:
         self._stop_requests.listen()
@@ -133,7 +131,7 @@ class Run:
             closing.push(lambda failed, *_: self._leave_group(failed or kind))
             closing.callback(self._ambient.close)
             closing.callback(self.progress.close)
-            closing.callback(self._close_files)
+            closing.callback(lambda: self._files.close() if self._files else None)
             closing.callback(self._end_processes, finished=kind in (None, Stopped))
             if kind is RunAborted:
                 self._save_after_abort()
@@ -158,7 +156,6 @@ class Run:
                 show(f"{name} has died; this rank failed because of that")
 
     def sft(self) -> None:
-        """The supervised phase if there is one, then the RL optimizer and the first weight sync."""
         num_steps = self._config.sft.steps
         if num_steps:
             log(f"SFT: {num_steps} supervised steps")
@@ -219,10 +216,12 @@ class Run:
         if self._files and record.counts:
             self._files.begin_step()
             self.summary.add(record.counts, record.metrics)
-            self._files.write(
-                "trace.jsonl", record.trace | {"seconds": trace_seconds(record.timing)} | self._trace_changed
-            )
-            log(*self._new_warnings(record.ledger))
+            took = record.timing
+            seconds = {"rollout": took.rollout_s, "update": took.update_s, "other": took.other_s}
+            self._files.write("trace.jsonl", record.trace | {"seconds": seconds} | self._trace_changed)
+            rows = tuple(row for row in record.ledger if row.name not in self._warned)
+            self._warned.update(row.name for row in rows if row.label == "biased")
+            log(*(f"warning: {line}" for line in biased_rows(rows)))
             self.progress.step(step.number, record.metrics)
         every = self._config.observe.tracking.samples_every
         shown = table(step.samples) if self._trackers and every and step.number % every == 0 else []
@@ -258,11 +257,6 @@ class Run:
                 line |= {"observe/tracker_failures": self._trackers.failures}
             self._files.write("metrics.jsonl", {"step": step} | line)
         log(*(f"step {step:>4}: {one.line()}" for one in scores))
-
-    def _start_trackers(self) -> Trackers | None:
-        if not (self._files and self._config.observe.trackers):
-            return None
-        return start_trackers(self._config, self._directory, self._run, self._resumed_step)
 
     def last_to_begin(self, step: int) -> int:
         """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
@@ -338,11 +332,8 @@ class Run:
             self._begin_new_sets(step)
 
     def _begin_new_sets(self, step: int) -> None:
-        """Evaluate sets that were added or changed since the run was last started: `step`, from which it resumes, is
-        their score before training.
-
-        Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective.
-        """
+        """Evaluate sets that were added or changed since the run was last started, at the `step` from which it resumes.
+        Only summary.json gets the scores: `metrics.jsonl` already has a line for that step. Collective."""
         summary, names = self.summary, list(eval_set_configs(self._config))
         new = [name for name in names if name not in summary.eval_before]
         scores = self.loop.evaluate(new) if new else []
@@ -372,7 +363,6 @@ class Run:
         return changes
 
     def _open_directory(self) -> str:
-        """On rank 0: lock the run directory; returns the run's id."""
         self._files = RunDirectory(self._directory)
         return self._files.run
 
@@ -391,10 +381,6 @@ class Run:
 
     def _check_lock(self) -> None:
         from_rank_zero(lambda: self._files.check() if self._files else None)
-
-    def _close_files(self) -> None:
-        if self._files:
-            self._files.close()
 
     def _save_after_abort(self) -> None:
         """Save a checkpoint if the run was aborted between two steps, in the sync that ends a step, or in the
@@ -475,12 +461,6 @@ class Run:
     def _how_to_resume(self) -> str:
         config = shlex.quote(str(self._directory / "config.yaml"))
         return f"Resume with the same command, or: dppo-megatron train {config} --resume auto"
-
-    def _new_warnings(self, ledger: Sequence[LedgerRow]) -> list[str]:
-        """A warning for each selection that biases the gradient, in the first step in which it does."""
-        rows = tuple(row for row in ledger if row.name not in self._warned)
-        self._warned.update(row.name for row in rows if row.label == "biased")
-        return [f"warning: {line}" for line in biased_rows(rows)]
 
 
 def _watchdog(timeout_s: float) -> Watchdog | None:

@@ -1,8 +1,4 @@
-"""Records spans, what a rank did from when to when, for the timelines of `observe.timeline`.
-
-While no step is recorded, a span costs the check of a flag. Otherwise it is a tuple in a list, which
-`observe/timeline.py` writes to a file.
-"""
+"""Records spans, what a rank did from when to when, for `observe/timeline.py`."""
 
 from __future__ import annotations
 
@@ -71,7 +67,6 @@ def recorder() -> Spans:
 
 @contextmanager
 def recorded_by(spans: Spans) -> Iterator[None]:
-    """Make `spans` the recorder of the block."""
     token = _RECORDER.set(spans)
     try:
         yield

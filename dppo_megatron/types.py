@@ -1,9 +1,6 @@
-"""The data types of one training step, in the order in which data flows through them.
+"""The data types of one training step, in the order in which data flows through them. They are pickled between ranks.
 
 Prompt -> RolloutPrompt -> Group(completions, rewards, advantages) -> TrainSample -> PackPlan -> metrics.
-
-Everything here is plain data: numpy arrays and scalars, no torch, no process group. It crosses process
-boundaries by pickling between the ranks of one job, so every class is a slotted dataclass and cheap to send.
 """
 
 from __future__ import annotations
@@ -205,8 +202,7 @@ STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
 
 
 def deciding_reward(grade: Grade) -> float:
-    """The reward that decides whether a completion is correct: the first of several named ones, else the only one. NaN
-    if there is none."""
+    """The reward that decides whether a completion is correct: the first of several named ones. NaN: there is none."""
     return math.nan if grade.undecided else next(iter(grade.parts.values()), grade.reward)
 
 
@@ -231,10 +227,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One sequence to train on, with its weight and denominator.
-
-    Code that receives it does not know which pruning policy computed the weight.
-    """
+    """One sequence to train on, with its weight and denominator."""
 
     id: str
     """`prompt index:completion index`, for messages."""
@@ -252,8 +245,7 @@ class TrainSample:
     figure_weight: float = 1.0
     """Weight of each of its tokens in the policy's metrics (`TrainSelection.figure_weight`); 1 without selection."""
     old_logprobs: FloatArray | None = None
-    """[n - num_prompt_tokens] under the actor before the step's first update, the clip's centre. None: the
-    behaviour's."""
+    """[n - num_prompt_tokens] under the actor before the step's first update. None: the behaviour's."""
     reference_logprobs: FloatArray | None = None
     """[n - num_prompt_tokens] under the frozen reference policy; None without a KL term."""
     experts: ExpertArray | None = None
@@ -328,7 +320,7 @@ class UpdateResult:
     """The objective's diagnostics, summed over tokens with the same weights, so that updates can be added up."""
 
     def figures(self) -> dict[str, float]:
-        """All results by metric name, diagnostics as means; a skipped update counts 1 in `skipped_updates`."""
+        """By metric name, diagnostics as means; a skipped update counts 1 in `skipped_updates`."""
         own = {"loss": self.loss, "grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
         means = {name: mean_of_sums(total, self.tokens) for name, total in self.sums.items()}
         return own | {"skipped_updates": float(self.is_skipped), **means}
@@ -352,7 +344,6 @@ class StepCounts:
     tokens_trained: int
 
     def metrics(self) -> dict[str, float]:
-        """The counts by their names in metrics.jsonl."""
         return {
             "prune/prompts_considered": float(self.prompts_considered),
             "prune/prompts_generated": float(self.prompts_generated),

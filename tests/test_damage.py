@@ -157,7 +157,7 @@ def _try(run_module: Any, job: Any, said: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_module.RunProgress, "say", lambda _, text: said.append(text))
         try:
-            run_module.Run(job)._close_files()
+            run_module.Run(job)._files.close()
         except UserError as error:
             assert "\n" not in str(error) and len(str(error)) < 2500
             return f"refused: {error}"
@@ -187,7 +187,7 @@ def _open_one(
             assert not before.steps or not before.intact, f"{story}: refused: {error}"
             assert unharmed_steps(run_dir, original) == before.steps, f"{story}: a refused run has lost a checkpoint"
             return "refused"
-    run._close_files()
+    run._files.close()
     story = f"{story}\nsaid: {said}"
     assert unharmed_steps(run_dir, original) == before.steps, f"{story}: lost a checkpoint"
     samples = "samples" if run._origin is not None else "old/samples.0001"

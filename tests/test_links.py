@@ -181,7 +181,7 @@ def _open_many(files: Path, original: Path, run_dir: Path, seeds: range) -> dict
             def opened() -> None:
                 run = run_module.Run(job)
                 run.summary.write(run_dir / "summary.json")
-                run._close_files()
+                run._files.close()
 
             came_to = _quiet(outside, opened)
             taken["done" if came_to == "done" else "refused"] += 1

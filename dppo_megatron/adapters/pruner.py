@@ -1,7 +1,4 @@
-"""The selection in a step of another trainer, on arrays: which prompts and completions, their weights and the ledger.
-
-The adapters differ in where their trainer keeps rewards, rows and divisors; the selection is the same for all of them.
-"""
+"""The selection in a step of another trainer, on arrays; the same for all adapters."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ class StepPruner(Stateful):
         chosen = pruner.choose(nominal, step)                      # before rollout
         kept = pruner.finish(nominal, chosen, rewards, ..., step)  # after the trainer's advantages
 
-    Steps count from 0. Everything is a function of seed, step, rows and history: processes that see the same arrays
-    choose the same without communication.
+    Steps count from 0. Processes that see the same arrays choose the same without communication.
 
     Raises:
         UserError: a method that needs what other trainers do not offer: refills, measured costs, more prompts.

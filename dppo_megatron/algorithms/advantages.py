@@ -1,8 +1,7 @@
 """Group-relative advantages, the reward shaping before them, and the frozen divisors of token sums.
 
-Computed in float64 from the full group before anything is pruned: recomputing them on the survivors makes the
-estimator nonlinear in the selection and breaks the unbiasedness that the weights provide. Rewards and advantages are
-[groups, G] float64; a reward is NaN if the grader failed.
+Computed from the full group before anything is pruned: on the survivors the estimator would be nonlinear in the
+selection. Rewards and advantages are [groups, G] float64; a reward is NaN if the grader failed.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ def overlong_penalty(lengths: IntArray, config: OverlongConfig, max_completion_t
     if config.buffer_tokens == 0:
         return np.zeros(lengths.shape)
     exceeding = lengths - (max_completion_tokens - config.buffer_tokens)
-    penalty: FloatArray = -config.penalty * np.clip(exceeding / config.buffer_tokens, 0.0, 1.0)
-    return penalty
+    return np.asarray(-config.penalty * np.clip(exceeding / config.buffer_tokens, 0.0, 1.0))
 
 
 def make_advantages(
@@ -47,14 +45,15 @@ def make_advantages(
     """
     if stands_for is not None or config.advantage == "posterior_loo":
         known = np.full((len(rewards), 2), 0.5) if prior is None else prior
-        advantages = _by_prior(rewards, config, lengths, known, stands_for)
+        counts = np.ones(rewards.shape) if stands_for is None else stands_for
+        by_length = lengths if config.normalization == "sequence_mean" else None
+        to_posterior = config.advantage == "posterior_loo"
+        advantages = early_stop_advantages(rewards, counts, known, by_length, to_posterior=to_posterior)
         if penalty is None:
             return advantages
         # The prior does not cover penalties: they get the others' mean alone as baseline, with u = 0 for stopped ones.
         penalties = np.where(np.isnan(rewards), np.nan, penalty)
-        counts = np.ones(rewards.shape) if stands_for is None else stands_for
-        both: FloatArray = advantages + early_stop_advantages(penalties, counts, np.tile([0.0, 1.0], (len(rewards), 1)))
-        return both
+        return np.asarray(advantages + early_stop_advantages(penalties, counts, np.tile([0.0, 1.0], (len(rewards), 1))))
     rewards = rewards if penalty is None else rewards + penalty
     if config.advantage == "rloo":
         return rloo_advantages(rewards)
@@ -62,16 +61,6 @@ def make_advantages(
         weights = np.ones(len(rewards)) if group_weights is None else group_weights
         return whitened_advantages(rewards, weights, eps=config.advantage_eps)
     return group_advantages(rewards, divide_by_std=config.advantage == "group_std", eps=config.advantage_eps)
-
-
-def _by_prior(
-    rewards: FloatArray, config: ObjectiveConfig, lengths: IntArray | None, prior: FloatArray, counts: FloatArray | None
-) -> FloatArray:
-    by_length = lengths if config.normalization == "sequence_mean" else None
-    if counts is None:
-        return posterior_advantages(rewards, prior, by_length)
-    to_posterior = config.advantage == "posterior_loo"
-    return early_stop_advantages(rewards, counts, prior, by_length, to_posterior=to_posterior)
 
 
 def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) -> FloatArray:
@@ -94,8 +83,7 @@ def group_advantages(rewards: FloatArray, *, divide_by_std: bool, eps: float) ->
     largest = np.abs(centred).max(axis=1, keepdims=True, initial=0.0)
     unit = np.where(largest > 0, largest, 1.0)
     std = unit * np.sqrt(np.square(centred / unit).sum(axis=1, keepdims=True) / count)
-    scaled: FloatArray = centred / np.where(largest > 0, std + eps, 1.0)
-    return scaled
+    return np.asarray(centred / np.where(largest > 0, std + eps, 1.0))
 
 
 def rloo_advantages(rewards: FloatArray) -> FloatArray:
@@ -105,8 +93,7 @@ def rloo_advantages(rewards: FloatArray) -> FloatArray:
     equal rewards as in `group_advantages`.
     """
     graded = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
-    scaled: FloatArray = group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1)
-    return scaled
+    return np.asarray(group_advantages(rewards, divide_by_std=False, eps=0.0) * graded / np.maximum(graded - 1, 1))
 
 
 def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArray | None = None) -> FloatArray:
@@ -137,8 +124,7 @@ def posterior_advantages(rewards: FloatArray, prior: FloatArray, lengths: IntArr
     if lengths is not None:
         inverse = np.where(graded, 1.0 / np.maximum(lengths, 1), 0.0)
         shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / np.maximum(others, 1)
-    advantages: FloatArray = np.where(graded & (others > 0), values - mean + shift, 0.0)
-    return advantages
+    return np.where(graded & (others > 0), values - mean + shift, 0.0)
 
 
 def early_stop_advantages(
@@ -178,8 +164,7 @@ def early_stop_advantages(
             shift = shift * lengths * (inverse.sum(axis=1, keepdims=True) - inverse) / others
     whole = (stands_for == 1).all(axis=1, keepdims=True)  # the plain formula is exactly 0 for equal rewards
     plain = posterior_advantages(rewards, prior, lengths) if to_posterior else rloo_advantages(rewards)
-    advantages: FloatArray = np.where(whole, plain, np.where(graded, rewards - mean + shift, 0.0))
-    return advantages
+    return np.where(whole, plain, np.where(graded, rewards - mean + shift, 0.0))
 
 
 def early_stop_noise(
@@ -197,8 +182,7 @@ def early_stop_noise(
     share = others / (total + others) if to_posterior else 1.0
     above = np.where(graded, share * (rewards - prior[:, :1] / total) + penalty, 0.0)
     each = np.where(graded, stands_for * (stands_for - 1.0), 0.0) * np.square(above / others)
-    noise: FloatArray = np.where(graded, each.sum(axis=1, keepdims=True) - each, 0.0)
-    return noise
+    return np.where(graded, each.sum(axis=1, keepdims=True) - each, 0.0)
 
 
 def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: float) -> FloatArray:
@@ -212,17 +196,13 @@ def whitened_advantages(rewards: FloatArray, group_weights: FloatArray, *, eps: 
     centred = group_advantages(rewards, divide_by_std=False, eps=0.0)
     count = float(group_weights @ (~np.isnan(rewards)).sum(axis=1))
     moment = float(group_weights @ np.square(centred).sum(axis=1)) / count if count > 0 else 0.0
-    scaled: FloatArray = centred / (np.sqrt(moment) + eps) if moment > 0 else centred
-    return scaled
+    return np.asarray(centred / (np.sqrt(moment) + eps) if moment > 0 else centred)
 
 
 def denominators(
     normalization: str, lengths: IntArray, tokens: FloatArray, *, nominal: int, max_completion_tokens: int
 ) -> FloatArray:
     """The divisor of each completion's token sum, [K, G] float64, from the planned full mini-batch.
-
-    If the divisor counted what survived a selection, it would depend on the draw, and the estimate would no longer be
-    linear in the weights.
 
     Args:
         lengths: [K, G] completion tokens.
@@ -236,13 +216,10 @@ def denominators(
     if normalization == "constant":
         return np.full(lengths.shape, float(nominal * max_completion_tokens))
     if normalization == "token_mean":
-        counts: FloatArray = np.maximum(tokens, 1.0)[:, None] * np.ones(lengths.shape)
-        return counts
-    by_length: FloatArray = nominal * lengths.astype(np.float64)
-    return by_length
+        return np.asarray(np.maximum(tokens, 1.0)[:, None] * np.ones(lengths.shape))
+    return np.asarray(nominal * lengths.astype(np.float64))
 
 
 def token_sums(lengths: IntArray | FloatArray, minibatch: IntArray, count: int) -> FloatArray:
     """[count] tokens of each mini-batch, from lengths [K, G] and the mini-batch [K] of each group."""
-    sums: FloatArray = np.bincount(minibatch, weights=lengths.sum(axis=1), minlength=count).astype(np.float64)
-    return sums
+    return np.asarray(np.bincount(minibatch, weights=lengths.sum(axis=1), minlength=count).astype(np.float64))

@@ -2,7 +2,7 @@
 
 McCandlish et al. 2018 (arXiv 1812.06162): with noise scale B = tr(Sigma) / |G|^2, training that would take S steps of
 the true gradient takes S (1 + B / N) steps of N prompts. If a step takes a + b N seconds, the time to a given level is
-smallest at N = sqrt(a B / b). This file only advises: it changes no batch and so no estimator.
+smallest at N = sqrt(a B / b).
 
 Symbols: g_q is prompt q's part of the gradient with all of its weights, N the planned prompts of an update,
 G_N = sum g_q / N its gradient, G and Sigma the mean and covariance of one g_q.
@@ -31,10 +31,8 @@ _FURTHEST = 4.0
 
 
 def half_of(groups: IntArray, seed: int, step: int) -> BoolArray:
-    """[n] which of `groups` [n] (positions in the step) are in the half of a probe: each with probability 1/2, and the
-    same on every rank."""
-    half: BoolArray = uniforms(seed, "half batch", groups, step) < 0.5 if len(groups) else np.zeros(0, np.bool_)
-    return half
+    """[n] which of `groups` [n] (positions in the step) are in the half of a probe, each with probability 1/2."""
+    return np.asarray(uniforms(seed, "half batch", groups, step) < 0.5 if len(groups) else np.zeros(0, np.bool_))
 
 
 @dataclass(slots=True)
@@ -142,7 +140,6 @@ class BatchAdvisor:
     """Prompts that were last advised in the log; 0: none yet."""
 
     def probe(self, whole: float, half: float) -> None:
-        """Add the gradient norms of one update and of a random half of its prompts."""
         self.noise.add(whole * whole, half * half, self.planned // self.updates)
 
     def time(self, rollout_s: float, update_s: float, other_s: float, generated: float, trained: float) -> None:

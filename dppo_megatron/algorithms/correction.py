@@ -85,8 +85,7 @@ class Mismatch:
     product: FloatArray = field(default_factory=lambda: np.zeros(3))
     """The same for r times the pruning weight, over the kept completions without figure weights."""
     gradient: FloatArray = field(default_factory=lambda: np.zeros(2))
-    """Squared norms of the gradient's error and of the gradient, taking those of different completions as orthogonal,
-    as in `selection/bias.py`."""
+    """Squared norms of the gradient's error and of the gradient, completions taken as orthogonal."""
 
     def add(
         self,
@@ -124,7 +123,6 @@ class Mismatch:
 
     @staticmethod
     def join(parts: Iterable[Mismatch]) -> Mismatch:
-        """The sum over several ranks."""
         total = Mismatch()
         for part in parts:
             for name, value in vars(part).items():
@@ -159,7 +157,6 @@ class Mismatch:
         }
 
     def _quantile(self, share: float) -> float:
-        """The upper edge of the bin in which this share of the tokens is reached."""
         if not self.tokens:
             return math.nan
         position = int(np.searchsorted(np.cumsum(self.histogram), share * self.tokens))

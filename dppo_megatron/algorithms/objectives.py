@@ -100,7 +100,6 @@ def kl_estimate(batch: TokenBatch, config: KLConfig) -> Tensor:
 
 
 def clipped_surrogate(clip_low: float, clip_high: float, dual_clip: float) -> Objective:
-    """`make_objective` for the clipped surrogate alone."""
     return make_objective(ObjectiveConfig(clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip))
 
 
@@ -136,18 +135,16 @@ def check_result(result: object, batch: TokenBatch, function: str) -> None:
 def check_policy_loss(function: PolicyLoss, config: ObjectiveConfig, key: str = "objective.function") -> None:
     """Try a user's loss on made-up packs, before anything expensive.
 
-    A sequence's weight undoes pruning only if its loss depends on that sequence alone. A loss that looks across the
-    pack (such as advantages centred by the pack's mean) depends on which other sequences were kept and how they were
-    packed. So each sequence is tried alone and with others: values and gradient must be the same, with no gradient on
-    the others. Tokens of one sequence may be mixed, as GSPO does. A hook or backward pass that clips or normalizes
-    gradients would see the weight in them and undo it, so the gradient must be linear in the weights. What these packs
-    do not trigger is not found, such as a loss that changes at 3,000 tokens or after 2,000 calls.
+    A sequence's weight undoes pruning only if its loss depends on that sequence alone, not on which others were kept or
+    how they were packed. So each is tried alone and with others: values and gradient must be the same, with no
+    gradient on the others. A hook or backward pass that clips or normalizes gradients would see the weight in them and
+    undo it, so the gradient must be linear in the weights. What these packs do not trigger is not found, such as a loss
+    that changes at 3,000 tokens or after 2,000 calls.
 
     Raises:
-        UserError: it raises, does not return a TokenLoss of the batch's shape, has no gradient, is not finite, changes
-            its arguments, gives different results when called again, returns a diagnostic with some batches only, looks
-            at other sequences or padding, reads a missing reference, or has a gradient that is not proportional to
-            weights or, against the settings, not 0 at advantage 0.
+        UserError: it raises, has a wrong shape or type, has no gradient, is not finite, changes its arguments, its
+            result or its diagnostics' names, looks at other sequences, padding or a missing reference, or has a
+            gradient that is not proportional to weights or, against the settings, not 0 at advantage 0.
     """
     trial = _Trial(function, config, f"{key} = '{config.function}'")
     packs = [_made_up(number) for number in range(len(_TRIAL_PACKS))]

@@ -1,7 +1,6 @@
 """Per-token advantages, weights or probabilities from a user's function: `objective.token_values`.
 
-Rank 0 selects by one advantage per completion and has no tokens. So the function is called afterwards, for each kept
-completion on the rank that holds it; its values go with the tokens to the ranks that train on them.
+Rank 0 has no tokens. So the function is called after its selection, for each kept completion on the rank that holds it.
 """
 
 from __future__ import annotations

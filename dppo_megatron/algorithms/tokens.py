@@ -1,7 +1,7 @@
 """The inputs and outputs of a loss, and the sums over packed sequences that losses share.
 
-A loss sees the tokens of one packed micro-batch as flat vectors. It never sees the sample's weight: weights must be
-applied outside, to the whole loss of a sequence, or the estimator is no longer unbiased (docs/pruning.md).
+A loss never sees the sample's weight: weights must be applied outside, to the whole loss of a sequence, or the
+estimator is no longer unbiased (docs/pruning.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """metrics.jsonl and trace.jsonl: one line per step, written atomically, and truncated to the checkpoint on resume.
 
 No line is lost. A line that does not fit on a full disk waits in memory. A line that is damaged, or belongs to a step
-that is done again, is moved unchanged to `old/` beside the record; two lines without a newline between them count as
-one damaged line. What a bounded record moves there is bounded like the record itself. A checkpoint stores a checksum of
-every line up to its step, so that even a changed digit is detected.
+that is done again, is moved unchanged to `old/` beside the record. What a bounded record moves there is bounded like
+the record itself. A checkpoint stores a checksum of every line, so that even a changed digit is detected.
 
 A resume reads the file once, line by line, and parses no line whose checksum is right: 10,000 steps of 512 x 16
 rollouts are 1.9 GB. A full bounded record drops its older half, so that each byte is copied once on average.
@@ -52,22 +51,18 @@ class JsonLines:
     def __init__(self, path: Path, sums: Mapping[int, int] | None = None, max_bytes: int = 0) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._file = append_to(path)
-        self._waiting: list[bytes] = []
+        self.waiting: list[bytes] = []
+        """Lines that have not been written yet."""
         self._has_dropped = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Lines that have not been written yet."""
-        return len(self._waiting)
 
     def write(self, row: dict[str, Any]) -> list[str]:
         """Append an object; see `flush`. After an OSError the line waits, and is written before the next one."""
         line = _line(row)
         if "step" in row:
             self.sums[row["step"]] = zlib.crc32(line)
-        self._waiting.append(line + b"\n")
+        self.waiting.append(line + b"\n")
         return self.flush()
 
     def flush(self) -> list[str]:
@@ -87,8 +82,8 @@ class JsonLines:
     def _write_waiting(self) -> int:
         """Returns the bytes of the last line; 0: none was written."""
         last_size = 0
-        while self._waiting:
-            rest = memoryview(self._waiting[0])
+        while self.waiting:
+            rest = memoryview(self.waiting[0])
             end = os.fstat(self._file.fileno()).st_size
             try:
                 while rest:
@@ -96,7 +91,7 @@ class JsonLines:
             except OSError:
                 self._file.truncate(end)
                 raise
-            last_size = len(self._waiting.pop(0))
+            last_size = len(self.waiting.pop(0))
         return last_size
 
     def _reopen(self) -> None:

@@ -1,11 +1,10 @@
 """Allows one trainer per run directory: lock.json names the host and process that holds the lock.
 
-Two signs decide whether the holder still runs, since neither is enough alone. The kernel's record lock (fcntl) ends
-with the process, and works over NFS and Lustre where their lock managers run. On another host, or where record locks
-do not work, the heartbeat decides: the holder touches the file every few seconds, and if the file has not changed for a
-minute of the file system's own clock, the holder counts as dead. A file server may keep the lock of a machine that has
-vanished (NFSv3 until that machine is back, NFSv4 for a lease of some 90 s). Then lock.json is removed and created anew,
-but only after another half minute: the lock may belong to a trainer that is waiting for the same dead holder.
+The kernel's record lock (fcntl) ends with the process, and works over NFS and Lustre where their lock managers run. On
+another host, or where record locks do not work, the heartbeat decides (docs/checkpoints.md). A file server may keep the
+lock of a machine that has vanished (NFSv3 until that machine is back, NFSv4 for a lease of some 90 s). Then lock.json
+is removed and created anew, but only after another half minute: the lock may belong to a trainer that is waiting for
+the same dead holder.
 
 POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
 a second time and reads it through the one descriptor.
@@ -82,7 +81,6 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Release the lock; a second call does nothing."""
         if self._done.is_set():
             return
         self._done.set()

@@ -29,7 +29,6 @@ class StepTiming:
 
     @property
     def other_s(self) -> float:
-        """Selection, packing, weight sync."""
         return max(0.0, self.step_s - self.rollout_s - self.update_s - self.probe_s)
 
 
@@ -124,7 +123,6 @@ class Summary:
             self.eval_after = scores or self.eval_after
 
     def write(self, path: Path) -> None:
-        """Write as JSON, atomically."""
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> str:

@@ -1,20 +1,15 @@
 """Progress of whatever takes more than two seconds: a live bar on a terminal, plain lines now and then in a pipe.
 
-A task that ends sooner shows nothing. In a log file, a line every 15 s would bury what else a day-long run logs, so the
-first line is printed after 5 s and later ones less and less often, up to a minute apart; each states the time left if
-it is known. The bars are rich's, which prints other output above them; rich is imported when the first bar is drawn.
-
-Some tasks count nothing (Megatron writes a checkpoint, another rank starts) or count in large steps. So a second thread
-updates the display once a second: a call that blocks for a minute is not a silent minute.
+In a log file, a line every 15 s would bury what else a day-long run logs, so the first line is printed after 5 s and
+later ones less and less often, up to a minute apart. Some tasks count nothing (Megatron writes a checkpoint, another
+rank starts) or in large steps. So a second thread updates the display once a second: a call that blocks for a minute is
+not a silent minute.
 
 Example, of 100 answers at 4 s each:
     evaluation: 2 of 100 answers, 12 tokens/s, about 7 min left
     evaluation: 4 of 100 answers, ...
     evaluation: 100 answers in 7 min
-
-Without a count, and without a total:
-    saving the checkpoint of step 20: 5 s             reading train.jsonl: 48,000 problems, 5 s
-    saving the checkpoint of step 20: done in 12 s    reading train.jsonl: 91,000 problems in 9 s
+    saving the checkpoint of step 20: done in 12 s
 """
 
 from __future__ import annotations
@@ -45,9 +40,6 @@ _REDRAW_S = 0.1
 
 class Progress:
     """One task, from construction to the end of the `with` block. Call it with how much is done so far.
-
-    The time left assumes that the rest will be as fast as what is done. Long answers finish last, so near the end of an
-    evaluation it is an underestimate.
 
     Args:
         what: the task's name, such as `evaluation` or `SFT`.
@@ -179,7 +171,6 @@ class RunProgress:
             self._bars.refresh()
 
     def say(self, text: str) -> None:
-        """Print a line above the bars; may be called from any thread."""
         if self._visible:
             print_line(text)
 
@@ -250,10 +241,9 @@ def print_line(text: str) -> None:
     """Print to stdout. A log file on a full disk loses lines without ending the run; a closed pipe raises."""
     try:
         show(text)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
 
 
 def duration(seconds: float) -> str:

@@ -102,7 +102,7 @@ class RunDirectory:
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Append a line to a log. If the disk is full the line waits, with one warning."""
         lines = self._lines[name]
-        failed_before = lines.num_waiting > 0
+        failed_before = bool(lines.waiting)
         try:
             log(*lines.write(row))
         except OSError as error:
@@ -144,7 +144,6 @@ class RunDirectory:
         return {name: dict(lines.sums) for name, lines in self._lines.items()}
 
     def check(self) -> None:
-        """Raise UserError if another trainer has taken the directory over."""
         self._lock.check()
 
     def undo_start(self) -> None:
@@ -166,11 +165,11 @@ class RunDirectory:
         """Write the waiting lines, or log a warning with the number that could not be written; release the lock."""
         for name, lines in self._lines.items():
             try:
-                if lines.num_waiting:
+                if lines.waiting:
                     self.check()  # else they would go into the record of another trainer
                     log(*lines.flush())
             except (OSError, UserError) as error:
-                log(f"warning: {self._path / name} ends {lines.num_waiting} lines early ({error})")
+                log(f"warning: {self._path / name} ends {len(lines.waiting)} lines early ({error})")
             lines.close()
         self._lines = {}
         self._lock.release()

@@ -1,14 +1,11 @@
 """samples/: each recorded completion, what was decided about it and why, as parquet.
 
-A file holds complete steps of one rank, and gets its final name only when it is complete. Each step is first written to
-a file of its own, so a killed run still has its last step. Every 64 such files are merged into one, because parallel
-file systems handle few large files better than many small ones.
+Each step is first written to a file of its own, so a killed run still has its last step. Every 64 such files are merged
+into one, because parallel file systems handle few large files better than many small ones.
 
     loop (every rank)          thread "samples"
     write(step, groups) ──▶ queue of 4 ──▶ arrow columns ──▶ steps_000012-000012.rank0000.parquet
-      never waits: if the disk is slower    every 64: ──▶ steps_000001-000064.rank0000.parquet
-      than the steps, samples are           above max_gb: the oldest file is deleted
-      dropped, with a warning
+      never waits: samples may be lost      every 64: ──▶ steps_000001-000064.rank0000.parquet
 """
 
 from __future__ import annotations
@@ -76,9 +73,7 @@ def add_actor_logprobs(
 
 
 class SampleWriter:
-    """Writes this rank's recorded groups in a background thread.
-
-    A failure here never stops a run: each kind is logged once, and the samples of that step are missing.
+    """Writes this rank's recorded groups in a background thread. A failure never stops a run: each kind is logged once.
 
     Args:
         directory: `samples/` of the run; created with the first file.
@@ -271,7 +266,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
 
 
 def _store(tables: Sequence[Any], path: Path) -> None:
-    """Write one row group per step and table, so a reader can skip steps; rename the file once it is complete."""
+    """Write one row group per step and table, so a reader can skip steps."""
     import pyarrow.parquet as pq
 
     with replacing(path) as out, pq.ParquetWriter(out, tables[0].schema, compression="zstd") as file:

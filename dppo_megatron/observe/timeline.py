@@ -4,8 +4,7 @@
     spans on, profiler ──▶ off ──▶ ... ──▶ each rank's clock against rank 0's, spans to rank 0, one file
 
 Ranks of one machine share a clock. Between machines, each clock is compared with rank 0's just before the file is
-written: the shortest of a few round trips counts, and half its time is the error bound, which the file states under
-`otherData`. This happens for recorded steps only, and outside the time that is measured for the step.
+written: the shortest of a few round trips counts, and half its time is the error bound.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ _ORDER = (PHASES, "micro-batches", "pipeline", "weight sync")
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """What one rank recorded of a step."""
-
     rank: int
     host: str
     offset_s: float

@@ -151,7 +151,6 @@ class StopRequests:
             self._before = {number: signal.signal(number, self._on_signal) for number in _ASK_TO_STOP}
 
     def restore(self) -> None:
-        """Restore the handlers that `listen` replaced."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

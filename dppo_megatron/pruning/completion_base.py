@@ -55,7 +55,6 @@ class CompletionPolicy(Policy):
 
     @classmethod
     def rate_of(cls, config: CompletionPruningConfig) -> float:
-        """The rate under these settings: the configured one, or this method's default."""
         return cls.usual_rate if config.rate is None else config.rate
 
     @classmethod
@@ -110,11 +109,7 @@ class CompletionPolicy(Policy):
 
 
 def check_batch(batch: CompletionBatch) -> None:
-    """Check shapes and values; a NaN reward is a failed grading and allowed, a NaN advantage is not.
-
-    Raises:
-        ValueError: names the array, the prompt and the completion.
-    """
+    """Raise ValueError, with the array and the row, for a wrong shape or value. A NaN reward is allowed."""
     n = len(batch)
     for name, array in batch.arrays().items():
         if np.shape(array) != (n,):

@@ -1,5 +1,4 @@
-"""Completion methods of other papers, for comparison under the same loop: CPPO, DPPO's Algorithm 1, GRESO's filter,
-InfoBatch's rule and PODS' subset.
+"""Completion methods of other papers: CPPO, DPPO's Algorithm 1, GRESO's filter, InfoBatch's rule and PODS' subset.
 
 Most keep the highest-scoring completions with certainty. On-policy, with binary rewards and constant weighting, this
 only re-weights prompts; with 1/length, KL terms or graded rewards it changes the direction of the gradient. The ledger
@@ -26,12 +25,15 @@ class _RulePolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """biased, unless the rate is 0."""
         return "exact" if self.rate == 0 else "biased"
 
     @property
     def has_support(self) -> bool:
         return self.label != "biased"
+
+    def _weigh(self, batch: CompletionBatch, drawn: Draw, scale: FloatArray | float, note: str) -> Selection:
+        score = np.abs(batch.advantages)
+        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
 
 
 class CppoPolicy(_RulePolicy):
@@ -68,9 +70,8 @@ class CppoPolicy(_RulePolicy):
         # At least one: a group or mini-batch may be smaller than planned (objective.overlong.filter, few prompts).
         kept = np.array([max(self._count(int(size), rate), min(int(size), 1)) for size in sizes], dtype=np.int64)
         drawn = deterministic(score, kept, uniform=self._ties(batch.ids, *counters), group=group)
-        scale = self._scale(sizes[group] / kept[group])
         note = f"the lowest |advantages| are never trained on: {_lost(score, drawn):.1%} of their sum"
-        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
+        return self._weigh(batch, drawn, self._scale(sizes[group] / kept[group]), note)
 
     def _scale(self, mean_over_kept: FloatArray) -> FloatArray | float:
         return mean_over_kept
@@ -108,12 +109,11 @@ class ZeroVariancePolicy(_RulePolicy):
         return "biased"
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
-        score = np.abs(batch.advantages)
         kept = _groups_with_variance(batch.rewards, batch.group)
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         scale = len(batch) / int(kept.sum()) if kept.any() else 0.0
         note = "target is the mean over groups with reward variance"
-        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
+        return self._weigh(batch, drawn, scale, note)
 
 
 class ZeroAdvantagePolicy(_RulePolicy):
@@ -135,7 +135,7 @@ class ZeroAdvantagePolicy(_RulePolicy):
         drawn = Draw(kept, kept.astype(np.float64), fixed_size=True)
         if self.zero_advantage_slope > 0:
             note = f"the KL gradient (or entropy's) of {1 - float(kept.mean()):.1%} of the completions is lost"
-            return weigh_biased(drawn, name=self.name, scale=1.0, note=note, label=self.label, score=score)
+            return self._weigh(batch, drawn, 1.0, note)
         note = "dropped groups have no gradient"
         return weigh(drawn, name=self.name, note=note, label=self.label, score=score)
 
@@ -174,14 +174,13 @@ class MaxVariancePolicy(_RulePolicy):
         drawn = max_variance_draw(batch.rewards, batch.group, self.rate, self._ties(batch.ids, *counters))
         sizes = np.bincount(batch.group)
         kept = np.maximum(np.bincount(batch.group, weights=drawn.kept), 1)
-        score = np.abs(batch.advantages)
-        note = f"rewards in the middle are never trained on: {_lost(score, drawn):.1%} of the sum of |advantages|"
-        scale = (sizes / kept)[batch.group]
-        return weigh_biased(drawn, name=self.name, scale=scale, note=note, label=self.label, score=score)
+        lost = _lost(np.abs(batch.advantages), drawn)
+        note = f"rewards in the middle are never trained on: {lost:.1%} of the sum of |advantages|"
+        return self._weigh(batch, drawn, (sizes / kept)[batch.group], note)
 
 
 def _groups_with_variance(rewards: FloatArray, group: IntArray) -> BoolArray:
-    """[n]: whether the row's group has two different rewards; failed gradings are ignored."""
+    """[n]: whether the row's group has two different rewards."""
     high, low = np.full(int(group.max()) + 1, -np.inf), np.full(int(group.max()) + 1, np.inf)
     graded = ~np.isnan(rewards)
     np.maximum.at(high, group[graded], rewards[graded])
@@ -198,8 +197,7 @@ def _lost(score: FloatArray, drawn: Draw) -> float:
 def max_variance_draw(rewards: FloatArray, group: IntArray, rate: float, uniform: FloatArray) -> Draw:
     """Keeps, of each group, the count_kept(G, rate) rewards with the largest variance; ties are broken at random.
 
-    The best m of G are always the i lowest and the m - i highest for some i, so G log G work replaces a search over
-    subsets.
+    The best m of G are always the i lowest and the m - i highest for some i.
 
     Args:
         rewards: [n], NaN where grading failed: such rows are never kept.

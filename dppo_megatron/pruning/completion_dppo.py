@@ -1,12 +1,10 @@
 """DPPO's completion selection: fixed-size systematic sampling with probabilities from a free gradient-norm score.
 
-Rollouts are already paid for at this point, so the only cost of pruning is variance, and a good score makes it small:
-in the reference experiment 1-2 % at 50 % pruned and 9-20 % at 70 %. Without a KL term, a completion with advantage 0
-has no gradient and is dropped for free. With one it keeps a floor probability, or its KL gradient would be lost.
+Rollouts are already paid for at this point, so the only cost of pruning is variance. Without a KL term, a completion
+with advantage 0 has no gradient and is dropped for free. With one it keeps a floor probability.
 
-The rate sets how much may be dropped, but a step trains whole rounds of micro-batches. If the kept completions do not
-fill the last round, keeping more of them lowers the variance without adding a micro-batch (`fill_slack`). The new
-probabilities are a function of the full batch alone, so weights of 1/pi stay exactly unbiased.
+If the kept completions do not fill the last round of micro-batches, keeping more lowers the variance without adding one
+(`fill_slack`). The new probabilities are a function of the full batch alone, so weights of 1/pi stay exactly unbiased.
 """
 
 from __future__ import annotations
@@ -51,6 +49,8 @@ class DppoCompletionPolicy(CompletionPolicy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.control = MeasuredCost()
+        self._spends_tokens = self._divides_by_cost = self.config.cost_aware
+        """Whether the budget counts tokens instead of completions, and whether scores are relative to costs."""
 
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
@@ -64,8 +64,6 @@ class DppoCompletionPolicy(CompletionPolicy):
 
     @property
     def label(self) -> Label:
-        """By the estimator, the design, and the cap compared with 1 / min_inclusion_prob; exact if only completions
-        without gradient are dropped."""
         config = self.config
         if self._keeps_all_gradient:
             return "exact"
@@ -81,20 +79,11 @@ class DppoCompletionPolicy(CompletionPolicy):
     def _keeps_all_gradient(self) -> bool:
         return self.rate == 0
 
-    @property
-    def _spends_tokens(self) -> bool:
-        """Whether the budget counts tokens instead of completions."""
-        return self.config.cost_aware
-
-    @property
-    def _divides_by_cost(self) -> bool:
-        return self._spends_tokens
-
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
         config, bound = self.config, self.config.max_design_effect
         live = self._can_carry_gradient(batch)
         score = np.where(live, self._score(batch), 0.0)
-        cost = self._cost(batch)
+        cost = np.maximum(batch.lengths, 1).astype(np.float64)
         lower = np.where(live, config.min_inclusion_prob, 0.0)
         whole = not self._spends_tokens  # a systematic draw keeps a fixed number only if the budget is whole
         size = score / np.sqrt(cost) if self._divides_by_cost else score
@@ -141,9 +130,6 @@ class DppoCompletionPolicy(CompletionPolicy):
         columns = batch.advantages, norm, batch.denominator, batch.prompt_weight
         return completion_score(*columns, zero_advantage_slope=self.zero_advantage_slope)
 
-    def _cost(self, batch: CompletionBatch) -> FloatArray:
-        return np.maximum(batch.lengths, 1).astype(np.float64)
-
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
         """Budget: a whole number of completions, or cost with cost_aware. None: no cost is known yet."""
         if self._spends_tokens:
@@ -157,6 +143,10 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
 
     reads = ("rollout_cost_ratio", *_READS)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._spends_tokens, self._divides_by_cost = False, True
+
     @classmethod
     def check(cls, config: CompletionPruningConfig, key: str, *, group_size: int, minibatch_size: int) -> None:
         _check_support(key, config.min_inclusion_prob)
@@ -164,14 +154,6 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
     @property
     def _keeps_all_gradient(self) -> bool:
         return self._cost_ratio == 0
-
-    @property
-    def _spends_tokens(self) -> bool:
-        return False
-
-    @property
-    def _divides_by_cost(self) -> bool:
-        return True
 
     @property
     def _cost_ratio(self) -> float:
@@ -188,9 +170,8 @@ class AutoCompletionPolicy(DppoCompletionPolicy):
 def _check_support(key: str, min_inclusion_prob: float) -> None:
     if min_inclusion_prob == 0:
         raise UserError(
-            f"{key}.min_inclusion_prob = 0: must be in (0, 1];"
-            " a completion with an advantage but a score of zero would never"
-            " be drawn, which is biased. 0.05 bounds the weights by 20"
+            f"{key}.min_inclusion_prob = 0: must be in (0, 1]; a completion with an advantage but a score of zero would"
+            " never be drawn, which is biased. 0.05 bounds the weights by 20"
         )
 
 

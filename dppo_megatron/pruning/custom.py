@@ -1,11 +1,7 @@
 """User-defined policies: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-A policy has to define one method, `choose`. The type it returns determines how much is known about the choice:
-
-    probabilities   float array [n]: raised to `min_inclusion_prob`, used for the draw, weighted with 1/pi: unbiased
-    a design        `Draw`: drawn by the policy itself, with at least `min_inclusion_prob` where there is gradient;
-                    unbiased, but biased once its earlier draws have refuted its probabilities (`monitors.py`)
-    a pick          boolean array [n]: its probabilities are unknown: biased, with weights of 1
+A policy has to define one method, `choose`. It returns probabilities (floats [n]), a `Draw`, or a pick (booleans [n]);
+the type decides weights and label (docs/pruning.md).
 
 Example: prompts whose last group had variance are always kept, the others with probability 1/3.
 
@@ -15,20 +11,15 @@ Example: prompts whose last group had variance are always kept, the others with 
         def choose(self, prompt_index, *, step, minibatch):
             return np.where(self.history.arrays["variance"][prompt_index] > 0, 1.0, 1 / 3)
 
-`choose` must not change the policy's state, because a step may be abandoned after it was chosen. State changes in
-`learn` (prompts) and `feedback`, and is saved and restored by `own_state` and `load_own_state`.
-
-The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves.
-They use composition, because a user's subclass could override any step between its answer and the label. Only the
-public names of the base class are ever called on it; defining another name that the trainer's policies use is an error.
-This does not stop code that reaches into the package on purpose. The price: a plugged policy cannot supply its own
-weights or replace a part of a built-in method.
+The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves. A
+user's subclass of them could override any step between its answer and the label. The price: a plugged policy cannot
+supply its own weights or replace a part of a built-in method.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -55,8 +46,6 @@ _ROUNDING = 1e-6
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
 _STORED = "?bhilqBHILQefd"
 """Type characters of the numpy number types that a checkpoint keeps."""
-_TRIAL_DRAWS = 200
-"""Most draws that the trial at the start compares: at a probability of 0.93, 191 equal ones have a chance of 1e-6."""
 _READ_HERE = ("min_inclusion_prob", "design", "estimator", "max_weight", "anneal_fraction")
 """Settings that `Plugged...` policies read themselves."""
 
@@ -145,9 +134,12 @@ class Plugged(Policy):
     def has_support(self) -> bool:
         return self.kind != "a pick"
 
+    @property
+    def setting(self) -> str:
+        return f"pruning.{self._level}.method = '{self.config.method}'"
+
     def _make_own(self, seed: int, **attributes: Any) -> None:
-        setting = f"pruning.{self._level}.method = '{self.config.method}'"
-        seed = int(generator(seed, f"{self.name} of a user").integers(2**62))
+        setting, seed = self.setting, int(generator(seed, f"{self.name} of a user").integers(2**62))
         try:
             self.own = self.own_class(config=copy.deepcopy(self.config), seed=seed, **attributes)
         except Exception as error:
@@ -162,18 +154,16 @@ class Plugged(Policy):
 
     @contextmanager
     def _calling(self, call: str, *, changes_state: bool = True) -> Iterator[None]:
-        """Turn an exception of the user's code into a `UserError`, which at the start ends the run as a wrong setting
-        does, and in a step with a checkpoint."""
+        """Turn an exception of the user's code into a `UserError`, which in a step ends the run with a checkpoint."""
         try:
             yield
         except Exception as error:
             self._has_failed |= changes_state
             if isinstance(error, UserError):
                 raise
-            where = f"pruning.{self._level}.method = '{self.config.method}'"
-            raise UserError(f"{where}: {call}: {type(error).__name__}: {error}") from error
+            raise UserError(f"{self.setting}: {call}: {type(error).__name__}: {error}") from error
 
-    def _call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
+    def call_choose(self, candidates: Any, count: int, step: int, minibatch: int) -> Choice:
         with self._calling(f"choose, given {count} rows in step {step}"):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
@@ -181,60 +171,18 @@ class Plugged(Policy):
         """Raise `UserError` for a design that contradicts itself, or that gives a row with gradient a probability below
         the floor: no run could show whether a row that is kept so rarely ever is."""
         pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
-        for wrong, problem in (
-            (draw.kept & (pi < _LEAST_KEPT), "kept a row of probability {:g}"),
-            (~draw.kept & (pi == 1), "left out a row of probability {:g}"),
-            (
-                live & (pi < least * (1.0 - _ROUNDING)),
-                f"gives probability {{:g}} to a row that can carry gradient, and pruning.{self._level}"
-                f".min_inclusion_prob = {least:g}: raise the one or lower the other",
-            ),
-        ):
+        floor = f"pruning.{self._level}.min_inclusion_prob = {least:g}: raise the one or lower the other"
+        problems = {
+            "kept a row of probability {:g}": draw.kept & (pi < _LEAST_KEPT),
+            "left out a row of probability {:g}": ~draw.kept & (pi == 1),
+            f"gives probability {{:g}} to a row that can carry gradient, and {floor}": live
+            & (pi < least * (1.0 - _ROUNDING)),
+        }
+        for problem, wrong in problems.items():
             if wrong.any():
                 row = int(np.flatnonzero(wrong)[0])
                 why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
                 raise UserError(f"{self.config.method}.choose: its Draw {why}")
-
-    def try_again(self, offer: Callable[[int], tuple[Any, Any, int]], updates: int, later: int, steps: int) -> None:
-        """What follows the first choice, in the trial. Raises `UserError` if equal arguments get different answers and
-        no state is saved, or if a `Draw` repeats where it has to be independent: its least certain row bounds the
-        chance of that, since all may be kept together. `offer(draw)` gives rows, as many others, and their step, below
-        the run's `steps` or unused. A step has `updates`; rows come again, and may be drawn anew, `later` steps after.
-        """
-
-        def answer(given: Any, at: int, minibatch: int) -> tuple[FloatArray | BoolArray, FloatArray | None]:
-            choice = self._call_choose(copy.deepcopy(given), len(same), at, minibatch)
-            return (choice.kept, choice.inclusion_prob) if isinstance(choice, Draw) else (choice, None)
-
-        same, _, start = offer(0)
-        where, first = f"pruning.{self._level}.method = '{self.config.method}': choose", answer(same, start, 0)[0]
-        instead = "draw from np.random.default_rng([self.seed, step, minibatch])"
-        has_state = self.own_class.own_state is not CustomPolicy.own_state  # it may draw from what it learns in a step
-        if not (has_state or all(np.array_equal(first, answer(same, start, 0)[0]) for _ in range(10))):
-            raise UserError(
-                f"{where} answers equal arguments differently and has no own_state to resume from: {instead}"
-            )
-        later_on = "the next step" if later == 1 else "the next epoch"
-        chance = dict.fromkeys(["the next update"] * (updates > 1) + ["the next step", later_on] * (not has_state), 1.0)
-        for draw in range(_TRIAL_DRAWS):
-            rows, others, now = offer(draw)
-            pairs = {  # the last one from epoch to epoch, since all rows of an epoch may share a draw
-                "the next update": ((rows, now, 0), (others, now, 1)),
-                "the next step": ((rows, now, 0), (others, now + 1, 0)),
-                later_on: ((same, start + draw * later, 0), (same, start + (draw + 1) * later, 0)),
-            }
-            chance = {what: chance[what] for what in chance if pairs[what][1][1] < steps}
-            for what in list(chance):
-                (kept, _), (again, pi) = (answer(*arguments) for arguments in pairs[what])
-                least = 1.0 if pi is None else float(np.maximum(pi, 1 - pi).min(initial=1.0))
-                chance[what] *= least
-                if (kept != again).any() or least**_TRIAL_DRAWS > 1e-6:  # or no number of equal draws could decide
-                    del chance[what]
-                elif chance[what] < 1e-6:
-                    raise UserError(f"{where}: {draw + 1} draws in a row keep the same rows as in {what}: {instead}")
-            self.feedback(StepCost(draw + 1, 1.0, 1.0, 1.0))
-            if not chance:
-                break
 
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
@@ -247,7 +195,7 @@ class Plugged(Policy):
     def own_state(self) -> dict[str, Any]:
         if self._has_failed:
             return copy.deepcopy(self._last_state)
-        where = f"pruning.{self._level}.method = '{self.config.method}': own_state()"
+        where = f"{self.setting}: own_state()"
         with self._calling("own_state()", changes_state=False):  # at a save that fails, the next one may not
             if not isinstance(state := self.own.own_state(), dict):
                 raise UserError(f"{where} is a {type(state).__name__}, expected a dict")
@@ -263,15 +211,13 @@ class Plugged(Policy):
 
 
 class PluggedPromptPolicy(Plugged, PromptPolicy):
-    """Delegates the choice to a `CustomPromptPolicy`."""
-
     def __init__(self, config: PromptPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
         sizes = {name: settings[name] for name in ("completions_per_prompt", "prompts_per_step")}
         self._make_own(seed, history=self.history, features=self.features, **sizes)
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
-        choice = self._call_choose(ids.copy(), len(ids), step, minibatch)
+        choice = self.call_choose(ids.copy(), len(ids), step, minibatch)
         if isinstance(choice, Draw):
             self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
             return weigh_by(self, choice, pairs_known=False)
@@ -288,8 +234,6 @@ class PluggedPromptPolicy(Plugged, PromptPolicy):
 
 
 class PluggedCompletionPolicy(Plugged, CompletionPolicy):
-    """Delegates the choice to a `CustomCompletionPolicy`."""
-
     def __init__(self, config: CompletionPruningConfig, *, seed: int, **settings: Any) -> None:
         super().__init__(config, seed=seed, **settings)
         self._make_own(seed, zero_advantage_slope=self.zero_advantage_slope, group_size=self.group_size)
@@ -302,7 +246,6 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
             )
 
     def _prune_sorted(self, batch: CompletionBatch, counters: Counters, capacity: StepCapacity | None) -> Selection:
-        config = self.config
         live = batch.prompt_weight > 0
         if self.zero_advantage_slope == 0:
             live = live & (batch.advantages != 0)
@@ -310,19 +253,19 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
         score = np.abs(batch.advantages)
         if isinstance(choice, Draw):
             self._check_support(choice, live)
-            return weigh_by(self, choice, label=self._label_of(choice), score=score, pairs_known=False)
-        elif choice.dtype == np.bool_:
+            return weigh_by(self, choice, label=self.label, score=score, pairs_known=False)
+        if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
-        else:
-            pi = np.where(live, np.maximum(choice, config.min_inclusion_prob), 0.0)
-            return weigh_by(self, self._draw(batch, pi, counters), label=self._label_of(choice), score=score)
+        pi = np.where(live, np.maximum(choice, self.config.min_inclusion_prob), 0.0)
+        return weigh_by(self, self._draw(batch, pi, counters), label=self.label, score=score)
 
     def _label_of_nothing(self, batch: CompletionBatch, counters: Counters) -> Label:
-        return self._label_of(self._chosen(batch, *counters))
+        self._chosen(batch, *counters)
+        return self.label
 
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
-        choice = self._call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
+        choice = self.call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
         if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # np.array([]) is of floats, whatever was meant
         kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
@@ -334,13 +277,13 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
         self.kind = kind
         return choice
 
-    def _label_of(self, choice: Choice) -> Label:
+    @property
+    def label(self) -> Label:
         """By the kind of the answer and the settings, not by the probabilities: those depend on the prompt draw."""
-        if not isinstance(choice, Draw) and choice.dtype == np.bool_:
+        if self.kind == "a pick":
             return "biased"
-        config = self.config
-        least, cap = config.min_inclusion_prob, config.max_weight
-        return label_of_settings(config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
+        least, cap = self.config.min_inclusion_prob, self.config.max_weight
+        return label_of_settings(self.config.estimator, fixed_size=False, least_prob=least, max_weight=cap)
 
 
 def _checked(choice: Any, count: int, method: str) -> Choice:

@@ -1,9 +1,7 @@
 """Random limits at which completions are stopped early, and the weights of those that finish.
 
-A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). A
-completion of n tokens finishes with probability S(n), whatever it contains, and then has weight 1 / S(n): in
-expectation every completion is trained on once, and long ones cost less: one of n > after tokens takes about
-after (1 + log(n / after)) tokens on average, until the floor decides.
+A completion's limit is drawn before its first token, with P(limit >= n) = S(n) = min(1, max(after / n, floor)). One of
+n > after tokens takes about after (1 + log(n / after)) tokens on average, until the floor decides.
 
 S deliberately ignores the prompt. Predicting each completion's length and reward would gain 1.2 times as much on
 recorded runs (docs/choosing.md), but such predictions are fitted to full lengths, of which a run that stops early sees
@@ -28,8 +26,7 @@ def end_probability(config: EarlyStopConfig, lengths: IntArray) -> FloatArray:
     """
     if not config.after_tokens:
         return np.ones(lengths.shape)
-    share: FloatArray = np.clip(config.after_tokens / np.maximum(lengths, 1), config.min_inclusion_prob, 1.0)
-    return share
+    return np.asarray(np.clip(config.after_tokens / np.maximum(lengths, 1), config.min_inclusion_prob, 1.0))
 
 
 def draw_limits(
@@ -49,5 +46,4 @@ def draw_limits(
 def limits_of(config: EarlyStopConfig, uniform: FloatArray, longest: int) -> IntArray:
     """Limits from uniform numbers u in [0, 1), any shape: the largest n with S(n) >= u, at most `longest`."""
     most = np.minimum(np.floor(config.after_tokens / np.maximum(uniform, 1e-12)), float(longest))
-    limits: IntArray = np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)
-    return limits
+    return np.where(uniform <= config.min_inclusion_prob, longest, most).astype(np.int64)

@@ -1,8 +1,4 @@
-"""What is remembered about every prompt: one array per quantity, indexed by the prompt's row.
-
-40 bytes per prompt: a million prompts take 40 MB, and a step touches only the rows it visits. It holds posteriors and
-running means instead of a list of visits, which would grow with the run; the scores need nothing else.
-"""
+"""What is remembered about every prompt: an array per quantity, indexed by the prompt's row; 40 bytes per prompt."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dppo_megatron.pruning.interface import restored
-from dppo_megatron.types import REWARD_ROUNDING, FloatArray, IntArray, UserError
+from dppo_megatron.pruning.interface import check_rewards, restored
+from dppo_megatron.types import FloatArray, IntArray
 
 _NEVER = -1
 
@@ -116,7 +112,6 @@ class PromptHistory:
         return np.where(first, new, self.discount * old + (1.0 - self.discount) * new)
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Share of prompts ever visited, and mean and largest epochs since their last visit."""
         last = self.arrays["last_step"]
         seen = last[last != _NEVER]
         mean, oldest = (float(seen.mean()), int(seen.min())) if len(seen) else (step, step)
@@ -127,7 +122,6 @@ class PromptHistory:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the arrays; 2.4 ms for 100,000 prompts."""
         return {name: array.copy() for name, array in self.arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,24 +144,15 @@ def check_ids(ids: IntArray, num_prompts: int) -> IntArray:
     return ids.astype(np.int64, copy=False)
 
 
-def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, *, binary_score: bool) -> FloatArray:
+def check_visits(ids: IntArray, rewards: FloatArray, lengths: IntArray, in_unit: str) -> FloatArray:
     """Rewards as float64 [K, G].
 
     Raises:
         ValueError: shapes disagree.
-        UserError: infinite rewards, or rewards outside [0, 1] with a score that counts them as successes.
+        UserError: as for `check_outcomes`.
     """
     rewards, lengths = np.asarray(rewards, dtype=np.float64), np.asarray(lengths)
     if rewards.ndim != 2 or rewards.shape[0] != len(ids) or lengths.shape != rewards.shape:
         raise ValueError(f"rewards {rewards.shape} and lengths {lengths.shape} must both be [{len(ids)}, G]")
-    outside = np.isinf(rewards)
-    if binary_score:
-        outside |= (rewards < -REWARD_ROUNDING) | (rewards > 1 + REWARD_ROUNDING)
-    if outside.any():
-        row, column = (int(i) for i in np.argwhere(outside)[0])
-        wanted = "in [0, 1], or NaN for a failed grading, with pruning.prompt.score=beta; score=rms takes any reward"
-        raise UserError(
-            f"reward of prompt {ids[row]}, completion {column} is {rewards[row, column]}:"
-            f" must be {wanted if binary_score else 'finite, or NaN for a failed grading'}"
-        )
+    check_rewards(ids, rewards, in_unit)
     return rewards

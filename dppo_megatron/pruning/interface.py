@@ -1,8 +1,6 @@
 """What goes into a pruning policy and comes out of it.
 
-Flat arrays rather than objects per prompt: a step's selection over a thousand prompts is a handful of numpy calls.
-A policy never sees the model or the loss. It returns weights as data, by which the loss is multiplied; only the ledger
-records which policy made them.
+A policy never sees the model or the loss. It returns weights as data, by which the loss is multiplied.
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ class Effect:
 
     @property
     def is_worse(self) -> bool:
-        """Worse than skipping at random, by more than the error explains."""
         return self.groups >= _LEAST_GROUPS and self.realised - self.uniform > _ERRORS * self.error
 
     @property
@@ -106,8 +103,7 @@ class Selection:
     growth: float = 1.0
     """Factor by which this selection increases the gradient's variance, as the scores predict it before the draw."""
     planned_prob: FloatArray | None = None
-    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`. Only used to measure what
-    skipping would do."""
+    """[n] what the probabilities would be if the method skipped; None: `inclusion_prob`."""
     kept_cost: float | None = None
     """Expected kept share of the cost of everything offered, in (0, 1]; None: the method knows no cost."""
     effect: Effect | None = None
@@ -128,7 +124,6 @@ class Selection:
         return self.inclusion_prob if self.planned_prob is None else self.planned_prob
 
     def columns(self) -> dict[str, Any]:
-        """Every array [n], by name."""
         plain = {name: getattr(self, name) for name in ("kept", "inclusion_prob", "weight")}
         return plain | {"planned_prob": self.planned, "mean_weight": self.expected_weight}
 
@@ -150,8 +145,7 @@ class CompletionBatch:
     lengths: IntArray
     """Completion tokens."""
     logit_grad_norm: FloatArray
-    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens, from rollout log-probabilities; see
-    `scores.logit_grad_norm`."""
+    """sqrt(sum_t (1 - p_t)^2) over the completion's tokens: `scores.logit_grad_norm` of its log-probabilities."""
     denominator: FloatArray
     """Frozen divisor of the token sum, 1 / omega: what the trainer would divide by if nothing was dropped."""
     prompt_weight: FloatArray
@@ -193,13 +187,17 @@ class CompletionBatch:
             ValueError: an array has the wrong shape.
         """
         count, size = rewards.shape
-        of_prompts: dict[str, Any] = {"prompt_index": prompt_index, "prompt_weight": prompt_weight}
+        of_prompts = {"prompt_index": prompt_index, "prompt_weight": prompt_weight}
         if prompt_tokens is not None:
             of_prompts["prompt_tokens"] = prompt_tokens
-        rows: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "lengths": lengths}
         divisor = np.asarray(denominator, dtype=np.float64)
-        rows |= {"logit_grad_norm": logit_grad_norm}
-        rows |= {"denominator": divisor if divisor.ndim else np.broadcast_to(divisor, (count, size))}
+        rows: dict[str, Any] = {
+            "rewards": rewards,
+            "advantages": advantages,
+            "lengths": lengths,
+            "logit_grad_norm": logit_grad_norm,
+            "denominator": divisor if divisor.ndim else np.broadcast_to(divisor, (count, size)),
+        }
         for name, array in (of_prompts | rows).items():
             expected = (count,) if name in of_prompts else (count, size)
             if np.shape(array) != expected:
@@ -234,7 +232,6 @@ class CompletionBatch:
         return named | {"size of advantage": np.abs(self.advantages), "rewards": np.nan_to_num(self.rewards)}
 
     def take(self, rows: IntArray) -> CompletionBatch:
-        """The given rows, in their order."""
         return replace(self, **{name: array[rows] for name, array in self.arrays().items()})
 
 
@@ -254,8 +251,7 @@ class StepCost:
     other_s: float
     """The rest of the step: selecting, packing, syncing."""
     kept_cost: float = 1.0
-    """Expected share of the variable cost that this level's selection kept in this same step, in (0, 1]. Filled in by
-    `Selector`."""
+    """Expected share of the variable cost that this level's selection kept in this same step, in (0, 1]."""
 
 
 class Stateful:
@@ -268,7 +264,10 @@ class Stateful:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy: plain scalars and numpy arrays."""
-        return {name.lstrip("_"): copied(value) for name, value in self._state_items()}
+        return {
+            name.lstrip("_"): value.state_dict() if isinstance(value, Stateful) else deepcopy(value)
+            for name, value in self._state_items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore; raises ValueError for different keys and for arrays of a different type or shape."""
@@ -297,7 +296,6 @@ class Policy(Stateful):
 
     @property
     def name(self) -> str:
-        """Name of this selection in the ledger."""
         return f"{self._level}/{self.config.method}"
 
     def feedback(self, cost: StepCost) -> list[str]:
@@ -309,15 +307,12 @@ class Policy(Stateful):
         return super().state_dict()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved `own_state`."""
         super().load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything that a choice depends on."""
         return {"method": self.config.method, **self.own_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError if keys, method or array shapes differ."""
         if (method := state.get("method", self.config.method)) != self.config.method:
             raise ValueError(f"the saved pruning state is of method '{method}', this run uses '{self.config.method}'")
         check_state(state, set(self.state_dict()), self.name)
@@ -384,11 +379,6 @@ def scatter(selection: Selection, order: IntArray) -> Selection:
     )
 
 
-def copied(value: Any) -> Any:
-    """A deep copy of the value, or of its state if it is `Stateful`."""
-    return value.state_dict() if isinstance(value, Stateful) else deepcopy(value)
-
-
 def restored(current: Any, saved: Any, where: str) -> Any:
     """The value that replaces `current`: `saved`, if it has the same form; ValueError if not."""
     if isinstance(current, Stateful):
@@ -425,22 +415,15 @@ def check_outcomes(
 ) -> None:
     """Check groups [K, G] of the prompts [K] before anything is chosen by them; a NaN reward is a failed grading.
 
-    One absurd number makes every probability of a step NaN, and a later message could only name an array. So this check
-    names the prompt, and what is at fault: the engine (the run stops with a checkpoint) or the user's grader.
+    One absurd number makes every probability of a step NaN, and a later message could only name an array.
 
     Args:
         in_unit: why rewards must be in [0, 1]; empty: they need not be.
 
     Raises:
-        RunAborted: a completion has no tokens or invalid log-probabilities: a bad answer of the engine, which must not
-            pass as a reward of zero.
-        UserError: a reward is infinite, too large to be squared, or not in [0, 1]: a mistake of the grader.
+        RunAborted: the engine's mistake: a completion has no tokens or invalid log-probabilities.
+        UserError: the grader's: a reward is infinite, too large to be squared, or not in [0, 1].
     """
-    if rewards.shape != lengths.shape or rewards.shape != logit_grad_norm.shape or len(prompt_index) != len(rewards):
-        raise ValueError(
-            f"rewards {rewards.shape}, lengths {lengths.shape} and logit_grad_norm {logit_grad_norm.shape} of"
-            f" {len(prompt_index)} prompts: shapes differ"
-        )
     no_norm = ~(np.isfinite(logit_grad_norm) & (logit_grad_norm >= 0))
     bad = (lengths < 1) | no_norm
     if bad.any():
@@ -452,6 +435,11 @@ def check_outcomes(
             f"rollout: completion {column} of prompt {prompt_index[row]} {why}. The engine's answer is bad, and nothing"
             " of this step was trained on"
         )
+    check_rewards(prompt_index, rewards, in_unit)
+
+
+def check_rewards(prompt_index: IntArray, rewards: FloatArray, in_unit: str) -> None:
+    """The part of `check_outcomes` that is about rewards [K, G]."""
     least, most = (0.0, 1.0) if in_unit else (-LARGEST_REWARD, LARGEST_REWARD)
     outside = (rewards < least - REWARD_ROUNDING) | (rewards > most + REWARD_ROUNDING)  # both are False for a NaN
     if outside.any():

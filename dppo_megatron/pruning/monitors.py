@@ -1,9 +1,4 @@
-"""Metrics that show within a step whether pruning is unbiased: `prune/*`, never NaN.
-
-Two of them must stay near 1 whatever the method keeps: the sum of weights over the nominal count, and the mean of the
-completion policy's weights, counted in tokens. A weight that is forgotten or applied twice, or a divisor taken from the
-survivors, shows in the first at once, long before it shows in a learning curve.
-"""
+"""Metrics that show within a step whether pruning is unbiased: `prune/*`, never NaN (docs/pruning.md)."""
 
 from __future__ import annotations
 
@@ -25,40 +20,33 @@ _TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 
 
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
-    """All metrics of the nominal prompts and of the batch that was offered to the completion policy."""
+    """Of the nominal prompts, and of the batch that was offered to the completion policy."""
+    weight = batch.prompt_weight * completions.weight
+    sums = np.bincount(batch.group, weights=weight * batch.advantages)
     return {
         **_of_level("prompt", prompts),
         **_of_level("completion", completions),
         **_tokens(batch, completions),
-        "prune/weight_max": float(np.max((batch.prompt_weight * completions.weight)[completions.kept], initial=0.0)),
+        "prune/weight_max": float(np.max(weight[completions.kept], initial=0.0)),
         **_totals(batch, completions),
-        "prune/group_imbalance": _group_imbalance(batch, completions),
+        # max over groups of |sum_i W_i A_i|: how far the draw moved a group's weighted sum of advantages from 0
+        "prune/group_imbalance": float(np.abs(sums).max(initial=0.0)),
     }
 
 
 def _of_level(level: str, selection: Selection) -> dict[str, float]:
+    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
     figures = dict(selection.metrics)
     if selection.kept_cost is not None:
         figures["kept_cost"] = selection.kept_cost
     if (effect := selection.effect) is not None:
-        figures |= {
-            "predicted_effect": effect.predicted,
-            "realised_effect": effect.realised,
-            "realised_error": effect.error,
-            "uniform_effect": effect.uniform,
-        }
-    kept, expected = float(selection.kept.sum()), float(selection.inclusion_prob.sum())
+        figures |= {"predicted_effect": effect.predicted, "realised_effect": effect.realised}
+        figures |= {"realised_error": effect.error, "uniform_effect": effect.uniform}
     return {f"prune/{level}_{name}": value for name, value in figures.items()} | {
         f"prune/{level}s_offered": float(len(selection.kept)),
         f"prune/{level}s_kept": kept,
         f"prune/{level}s_kept_over_expected": kept / expected if expected > 0 else 1.0,
     }
-
-
-def _group_imbalance(batch: CompletionBatch, selection: Selection) -> float:
-    """max over groups of |sum_i W_i A_i|: how far the draw moved a group's weighted sum of advantages from 0."""
-    product = batch.prompt_weight * selection.weight * batch.advantages
-    return float(np.abs(np.bincount(batch.group, weights=product)).max(initial=0.0))
 
 
 def biased_rows(ledger: tuple[LedgerRow, ...]) -> list[str]:
@@ -159,13 +147,13 @@ class DeclaredTest:
 
     def judged(self, selection: Selection) -> Selection:
         """The selection, with ledger rows labelled biased if their probabilities were refuted by earlier draws."""
+        if not self.refuted:
+            return selection
         rows = selection.ledger
-        if self.refuted:
-            noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
-            rows = tuple(new if row.label in _TESTED else row for row, new in zip(rows, noted, strict=True))
+        noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
+        rows = tuple(new if row.label in _TESTED else row for row, new in zip(rows, noted, strict=True))
         return replace(selection, ledger=rows)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved `asdict`."""
         for name, value in copy.deepcopy(dict(state)).items():
             setattr(self, name, value)

@@ -4,13 +4,8 @@ of which stands for a prompt policy, a completion policy, or both."""
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Protocol, TypeVar, cast
-
-import numpy as np
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
@@ -23,8 +18,8 @@ from dppo_megatron.config.pruning import (
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.completion_dppo import AutoCompletionPolicy, DppoCompletionPolicy
-from dppo_megatron.pruning.custom import CustomPromptPolicy, Plugged, plug
-from dppo_megatron.pruning.interface import CompletionBatch, Policy
+from dppo_megatron.pruning.custom import CustomPromptPolicy, plug
+from dppo_megatron.pruning.interface import Policy
 from dppo_megatron.pruning.prompt_base import PromptPolicy
 from dppo_megatron.pruning.prompt_baselines import (
     DynamicSamplingPolicy,
@@ -33,8 +28,7 @@ from dppo_megatron.pruning.prompt_baselines import (
     WeightedGresoPolicy,
 )
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.randomness import generator
-from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
+from dppo_megatron.types import PromptFeatures, UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
@@ -117,91 +111,6 @@ def check_methods(
         *_unread("pruning.prompt", config.prompt, prompt, PASS_RATES if reads_pass_rates else ()),
         *_unread("pruning.completion", config.completion, completion),
     ]
-
-
-_TRIAL_STEPS = 10**9
-"""Total steps of a trial run: so many that the first step after the warm-up is before annealing and prunes."""
-
-
-@contextmanager
-def _random_state_restored() -> Iterator[None]:
-    """Restores numpy's and Python's global generators, since a trial runs in the training process."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-
-
-@_random_state_restored()
-def try_policies(
-    config: PruningConfig, groups: int, size: int, longest: int, slope: float, updates: int, steps: int
-) -> None:
-    """Make the user's own policies once before anything is loaded, and let the completion policy choose from a made-up
-    batch (`groups` of `size` completions of at most `longest` tokens) and from an empty one. Raises UserError."""
-    if is_plugin(config.completion.method):
-        policy = make_completion_policy(
-            config.completion, seed=0, total_steps=_TRIAL_STEPS, zero_advantage_slope=slope, group_size=size
-        )
-        rewards, lengths = _made_up_outcomes(groups, size, longest)
-        batch = CompletionBatch.of_groups(
-            np.arange(groups),
-            rewards=rewards,
-            advantages=rewards - rewards.mean(axis=1, keepdims=True),
-            lengths=lengths,
-            logit_grad_norm=0.3 * np.sqrt(lengths),
-            denominator=groups * size * lengths.astype(np.float64),
-            prompt_weight=np.ones(groups),
-            num_nominal=groups * size,
-            prompt_tokens=np.full(groups, 50),
-        )
-        for rows in (np.arange(len(batch)), np.arange(0)):
-            policy.prune(batch.take(rows), step=policy.warmup_steps)
-        first = batch.take(np.arange(max(groups // 2, 1) * size))
-        others = replace(first, prompt_index=first.prompt_index + len(first) // size)
-        cast(Plugged, policy).try_again(lambda draw: (first, others, policy.warmup_steps + draw), updates, 1, steps)
-    if is_plugin(config.prompt.method):
-        try:
-            make_prompt_policy(
-                config.prompt, num_prompts=1, completions_per_prompt=size, prompts_per_step=1, total_steps=1, seed=0
-            )
-        except UserError as error:
-            if error.__cause__ is None:  # the class itself is wrong, whatever its arguments
-                raise
-            trial = "tried with one prompt and no features before the data are read: look at them in choose"
-            raise UserError(f"{error} ({trial})") from error
-
-
-@_random_state_restored()
-def try_prompt_policy(
-    config: PromptPruningConfig, features: PromptFeatures, offered: int, size: int, limit: int, updates: int, steps: int
-) -> None:
-    """Let the user's own policy choose from `offered` prompts, each visited once. In the run it first chooses after the
-    warm-up, by default one epoch long, which is late to find a mistake. Raises UserError."""
-    if is_plugin(config.method):
-        run = {"completions_per_prompt": size, "prompts_per_step": offered, "total_steps": _TRIAL_STEPS, "seed": 0}
-        policy = make_prompt_policy(config, num_prompts=len(features.level), features=features, **run)
-        count, num = len(features.level), min(offered, len(features.level))
-        half, windows, epoch = max(num // 2, 1), count // num, -(-count // offered)
-        order = generator(0, "prompts of a trial").permutation(count)  # a run's prompts have no pattern either
-
-        def offer(draw: int) -> tuple[IntArray, IntArray, int]:  # each step of an epoch has other prompts, all visited
-            step = policy.warmup_steps + draw // windows * epoch + draw % windows
-            ids = np.unique(order[(draw % windows * num + np.arange(max(num, 2 * half))) % count])
-            policy.observe(ids, *_made_up_outcomes(len(ids), size, limit), step=max(min(step, steps) - 1, 0))
-            return ids[:half], ids[half : 2 * half], step
-
-        offer(0)
-        policy.select(order[:num], step=policy.warmup_steps)
-        cast(Plugged, policy).try_again(offer, min(updates, count), epoch, steps)  # a single prompt has no others
-
-
-def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:
-    """Rewards and lengths [groups, size]: each group has right and wrong completions, no length exceeds `longest`."""
-    row, column = np.indices((groups, size))
-    lengths = 1 + (100 + 37 * row % 300 + 10 * column) % longest
-    return (column <= row % (size - 1)).astype(np.float64), lengths.astype(np.int64)
 
 
 def make_prompt_policy(
@@ -293,7 +202,6 @@ def levels(name: str) -> tuple[str, str]:
 
 
 def method_overrides(name: str) -> list[str]:
-    """The settings that make a job use this method."""
     return [
         f"pruning.{level}.{key}={value if isinstance(value, str) else str(value).lower()}"
         for level, key, value in _settings(name)
@@ -301,7 +209,6 @@ def method_overrides(name: str) -> list[str]:
 
 
 def with_method(config: C, name: str) -> C:
-    """A copy of `config` that uses this method."""
     changed = copy.deepcopy(config)
     for level, key, value in _settings(name):
         setattr(getattr(changed.pruning, level), key, value)

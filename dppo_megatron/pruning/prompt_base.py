@@ -1,8 +1,5 @@
-"""What prompt policies share: warm-up and annealing, a canonical order, the history, the state.
-
-Batches are sorted by prompt before anything is computed, so that even the rounding of a sum does not depend on the
-order in which prompts arrive.
-"""
+"""What prompt policies share: warm-up and annealing, history, state. Batches are sorted by prompt first, so that even
+the rounding of a sum does not depend on the order in which prompts arrive."""
 
 from __future__ import annotations
 
@@ -128,7 +125,7 @@ class PromptPolicy(Policy):
         stands_for [K, G]: weight of each completion that makes up for those stopped early; None: 1.
         """
         ids = check_ids(prompt_index, len(self.history))
-        rewards = check_visits(ids, rewards, lengths, binary_score=bool(self.in_unit(self.config)))
+        rewards = check_visits(ids, rewards, lengths, self.in_unit(self.config))
         order = np.argsort(ids, kind="stable")
         moment = None if second_moment is None else np.asarray(second_moment, dtype=np.float64)[order]
         inclusion, planned = (

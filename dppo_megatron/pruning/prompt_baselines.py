@@ -1,9 +1,7 @@
 """Prompt methods of other papers, for comparison under the same loop: DAPO's dynamic sampling, GRESO and InfoBatch.
 
 The first two roll out more prompts until enough groups have reward variance. Their target is the mean gradient over
-groups with variance, not the full batch's, and the number of prompts sampled depends on the rewards, so no weight makes
-them unbiased; they are labelled biased. `greso_ht` takes GRESO's skip probabilities with a higher floor, weights by
-1/pi and never refills: it is unbiased.
+groups with variance, and the number of prompts sampled depends on the rewards, so no weight makes them unbiased.
 
 InfoBatch (arXiv 2303.04947) is transferred from supervised samples to prompts. Its two-class rule is a random design
 with known probabilities, so 1/pi on nominal denominators is exactly unbiased, where the authors' mean over the kept is
@@ -48,8 +46,7 @@ class DynamicSamplingPolicy(PromptPolicy):
     """Method `dynamic_sampling`: DAPO (arXiv 2503.14476, section 3.2), bounded.
 
     Offers whole rounds of prompts until the step's nominal number of groups has reward variance, then trains on the
-    first of those. If `max_rounds` are not enough, verl raises an error; here the step trains on the mean over what was
-    found, and the ledger reports it.
+    first of those. If `max_rounds` are not enough, verl raises an error; here the step trains on what was found.
     """
 
     reads = ("refill",)
@@ -72,8 +69,7 @@ class DynamicSamplingPolicy(PromptPolicy):
 
 
 class WeightedGresoPolicy(PromptPolicy):
-    """Method `greso_ht`: GRESO's probabilities raised to `min_inclusion_prob`, weighted by 1/pi. Unbiased: it trains on
-    all groups and never refills.
+    """Method `greso_ht`: GRESO's probabilities raised to `min_inclusion_prob`, weighted by 1/pi, without refills.
 
     A prompt whose last z visits were all easy (or all hard) is skipped with probability 1 - max(p^z, floor), with one
     self-adjusting p for easy and one for hard prompts.
@@ -163,7 +159,6 @@ class GresoPolicy(WeightedGresoPolicy):
 
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
-        """Raise UserError for bounds that contradict each other."""
         least, most = config.greso.smallest_refill_prompts, config.greso.largest_refill_prompts
         if most < least:
             key = f"{key}.greso"

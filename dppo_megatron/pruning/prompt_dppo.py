@@ -73,6 +73,7 @@ class DppoPromptPolicy(PromptPolicy):
         self.monitor = EffectMonitor()
         self.fitted = FittedScore(self.history, self.features) if self.config.score == "fit" else None
         self._said = ""
+        self._divides_by_cost = self.config.cost_aware
 
     @classmethod
     def unread(cls, config: PromptPruningConfig) -> tuple[str, ...]:
@@ -140,10 +141,6 @@ class DppoPromptPolicy(PromptPolicy):
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
         return _DrawPlan(score, cost, lower, pi, growth, note if pi.sum() > target + 0.5 else "")
-
-    @property
-    def _divides_by_cost(self) -> bool:
-        return self.config.cost_aware
 
     def _inflation(self) -> float:
         measured = self.monitor.effect()
@@ -213,13 +210,13 @@ class AutoPromptPolicy(DppoPromptPolicy):
 
     reads = ("fixed_cost_ratio", *_READS)
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._divides_by_cost = True
+
     @classmethod
     def check(cls, config: PromptPruningConfig, key: str) -> None:
         check_sizes(key, config)
-
-    @property
-    def _divides_by_cost(self) -> bool:
-        return True
 
     def _target(self, score: FloatArray, cost: FloatArray, lower: FloatArray) -> float | None:
         """The sum of `efficient_probabilities`, rounded up; None: no cost is known yet."""

@@ -1,23 +1,17 @@
 """Predicts the gradient of a prompt's next group by a regression on everything known before its rollout.
 
-The score used to be the posterior of the pass rate alone. That is not calibrated while the policy learns (0.88
-expected, 0.46 observed) and made skipping noisier than a smaller batch (docs/pruning.md). Here everything known is a
-column of a regression fitted to the run's own past: the outcomes of the last two visits, the time since the last one,
-the gradient at such visits, the length of the answers, and the prompt's row in the data set (level, source, prompt
-length). Unvisited prompts are predicted from the row, and from the uncertainty about such rows.
+The posterior of the pass rate alone is not calibrated while the policy learns (0.88 expected, 0.46 observed) and made
+skipping noisier than a smaller batch. Here everything known is a column of a regression fitted to the run's own past.
+Unvisited prompts are predicted from their rows in the data set, and from the uncertainty about such rows.
 
 A second regression, of the outcome on the first one's prediction, corrects that prediction's optimism: features that
 fit the past by chance predict the next step less well, and a slope below 1 measures by how much. The expected cost is
 one of its columns too: probabilities are divided by the cost, so an error correlated with it would not average out.
 
-The cost, tokens of a group, has a separate regression on the same columns. Unlike a running average of past visits, it
-also predicts prompts never seen, and adapts quickly when all answers grow or shrink together.
+The cost, tokens of a group, has a regression of its own, which adapts when all answers grow or shrink together.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -250,8 +244,7 @@ def _standardised(values: FloatArray) -> list[npt.NDArray[np.float32]]:
 
 
 def _coded(values: FloatArray) -> list[tuple[npt.NDArray[np.uint8], int]]:
-    """[(code of each value among the commonest, 255 for others and NaN; number of codes)]; [] if all values are the
-    same."""
+    """[(code of each value among the commonest, 255 for others and NaN; number of codes)]; [] if all are the same."""
     missing = np.isnan(values)
     distinct, counts = np.unique(values[~missing], return_counts=True)
     if len(distinct) + bool(missing.any()) < 2:
@@ -342,12 +335,6 @@ class FadingRegression(Stateful):
         self.weights = w
         mean = np.exp(np.minimum(np.einsum("np,p->n", x, w), _HIGHEST))
         self.information = self._fade * self.information + _outer(x, times * mean)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore; raises ValueError on different keys or numbers of columns."""
-        if (saved := len(state.get("weights", self.weights))) != len(self.weights):
-            raise ValueError(f"its prompt score has {saved} columns, and this version's {len(self.weights)}")
-        super().load_state_dict(state)
 
 
 def _outer(x: FloatArray, weight: FloatArray) -> FloatArray:

@@ -1,9 +1,5 @@
-"""Scores (how much gradient a prompt or completion is expected to carry) and costs (what dropping it would save), and
-how much to keep, given both.
-
-A score affects only the variance: any positive score gives an unbiased estimate, and a good score one with little
-noise. So cheap proxies are enough (rollout log-probabilities, reward history), and none of them runs the model.
-"""
+"""Scores (how much gradient a prompt or completion is expected to carry), costs (what dropping it would save), and how
+much to keep, given both. A score affects only the variance, so cheap proxies are enough, and none runs the model."""
 
 from __future__ import annotations
 

@@ -92,12 +92,10 @@ class StepVariance:
 
     @property
     def growth(self) -> Growth:
-        """The product of all four."""
         each = self.prompts, self.completions, self.sizes, self.early
         return Growth(math.prod(one.predicted for one in each), math.prod(one.realised for one in each))
 
     def metrics(self) -> dict[str, float]:
-        """The `prune/*` metrics."""
         stages = {"prompt_": self.prompts, "completion_": self.completions, "": self.growth}
         stages |= {"size_": self.sizes} if self.sizes != UNCHANGED else {}
         stages |= {"early_stop_": self.early} if self.early != UNCHANGED else {}
@@ -128,27 +126,23 @@ def step_variance(
     """
     norms = (batch.advantages, batch.logit_grad_norm, batch.denominator)
     squared = stands_for * np.square(completion_score(*norms, np.ones(1), zero_advantage_slope=slope))
-    full_batch, moment = (squared, squared) if sizes is None else (squared * sizes.usual, squared * sizes.share)
-    counts = np.ones(len(squared)) if ended is None else ended.counts
-    drawn_weight = batch.prompt_weight / stands_for  # still contains `counts`: w e of the module docstring
+    ones = np.ones(len(squared))
+    sizes = sizes or GroupSizes(ones, ones, 1.0)
+    ended = ended or EarlyStops(ones, np.zeros(len(squared)))
+    full_batch, moment = squared * sizes.usual, squared * sizes.share
+    drawn_weight = batch.prompt_weight / stands_for  # still contains `ended.counts`: w e of the module docstring
     weight = drawn_weight * completions.weight
-    factors = drawn_weight, np.square(drawn_weight) / counts, np.square(drawn_weight), np.square(weight)
+    factors = drawn_weight, np.square(drawn_weight) / ended.counts, np.square(drawn_weight), np.square(weight)
     full, by_prompts, drawn, kept = (float(np.sum(factor * moment)) for factor in factors)
-    by_sizes, by_stops = UNCHANGED, UNCHANGED
-    if ended is not None and by_prompts:
-        share = stands_for if sizes is None else stands_for * sizes.share
-        noise = share * np.square(completion_score(np.sqrt(ended.noise), *norms[1:], np.ones(1)))
-        without_noise = full - float(np.sum(drawn_weight * noise))
-        growth = drawn / by_prompts * full / max(without_noise, _LEAST_LEFT * full)
-        by_stops = Growth(growth, growth)
-    if sizes is not None:
-        usual_sizes = float(np.sum(drawn_weight * full_batch))
-        by_sizes = Growth(sizes.predicted, full / usual_sizes if usual_sizes else 1.0)
+    noise = stands_for * sizes.share * np.square(completion_score(np.sqrt(ended.noise), *norms[1:], np.ones(1)))
+    without_noise = full - float(np.sum(drawn_weight * noise))
+    by_stops = drawn / by_prompts * full / max(without_noise, _LEAST_LEFT * full) if by_prompts else 1.0
+    usual_sizes = float(np.sum(drawn_weight * full_batch))
     return StepVariance(
         Growth(prompts.growth, by_prompts / full if full else 1.0),
         Growth(completions.growth, kept / drawn if drawn else 1.0),
-        by_sizes,
-        by_stops,
+        Growth(sizes.predicted, full / usual_sizes if usual_sizes else 1.0),
+        Growth(by_stops, by_stops),
         float(np.sum(stands_for * np.square(weight) * squared)),
         float(np.sum(weight * full_batch)),
     )
@@ -163,9 +157,8 @@ class EffectMonitor(Stateful):
         effect = sum(m / pi / planned) / sum(m / pi)
 
     where `planned` is the probability derived from the score. It equals pi except while nothing is skipped (warm-up, or
-    after the score was rejected). The effect that skipping would have is measured then too, so that pruning begins, or
-    begins again, on evidence. It is compared with skipping at random at the same cost, whose effect is the inverse of
-    the share of tokens planned to be kept. A score that does worse than that is worse than no score.
+    after the score was rejected). The effect that skipping would have is measured then too. It is compared with
+    skipping at random at the same cost, whose effect is the inverse of the share of tokens planned to be kept.
 
     At rate 0 no plan skips, so the score is never judged, and neither are group sizes derived from it; their effect is
     measured by `StepVariance.sizes`.

@@ -1,14 +1,13 @@
 """From a draw to weights, and the label that states what they estimate.
 
-Horvitz-Thompson is the default because it is exactly unbiased for any design. The two ratio forms are provided because
-papers use them: C/(1-P) equals Horvitz-Thompson if the size is fixed, and is a ratio estimator otherwise; Hajek accepts
-O(1/n) bias for a lower variance, which it does not achieve with zero-sum advantages. The cap trades bias for variance.
+Horvitz-Thompson is the default because it is exactly unbiased for any design. Papers use the two ratio forms: C/(1-P)
+equals Horvitz-Thompson if the size is fixed; Hajek accepts O(1/n) bias for a lower variance, which it does not achieve
+with zero-sum advantages.
 
 A label that depended on the draw would be `exact` whenever a random skip happened to skip nothing, which is no property
 of the method. So a label is a function of what is known before the draw: at the prompt level, the nominal prompts'
 inclusion probabilities, which depend on history alone; at the completion level, the settings alone, because there the
-probabilities depend on which prompts were drawn. The price: a step whose probabilities all happen to be harmless still
-has the label of the worst batch that its settings allow.
+probabilities depend on which prompts were drawn.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ def fixed_size_ht(draw: Draw) -> FloatArray:
     """
     count = np.maximum(draw.kept.sum(axis=-1, keepdims=True), 1)
     expected = count if draw.fixed_size else float(draw.inclusion_prob.sum())
-    weight: FloatArray = horvitz_thompson(draw) * (expected / count)
-    return weight
+    return np.asarray(horvitz_thompson(draw) * (expected / count))
 
 
 def hajek(draw: Draw) -> FloatArray:
     """Self-normalised weights [n] whose sum is the number of elements with support. Zeros if nothing is kept."""
     weight = horvitz_thompson(draw)
     total = weight.sum(axis=-1, keepdims=True)
-    scaled: FloatArray = weight * (float((draw.inclusion_prob > 0).sum()) / np.where(total > 0, total, 1.0))
-    return scaled
+    return np.asarray(weight * (float((draw.inclusion_prob > 0).sum()) / np.where(total > 0, total, 1.0)))
 
 
 ESTIMATOR_WEIGHTS = {"ht": horvitz_thompson, "fixed_size_ht": fixed_size_ht, "hajek": hajek}
@@ -74,8 +71,13 @@ def weigh(
             probability is known: a ratio form's mean depends on which rows are kept together. For one group that is
             kept or dropped as a whole, independent coins would give a bias of 0.06 where it is 0.51.
     """
-    note = "; ".join(filter(None, (note, _cap_note(draw, estimator, max_weight))))
-    label = label or label_of_draw(draw, estimator, max_weight)
+    largest = largest_weight(draw, estimator)
+    if _can_bind(max_weight, largest):
+        cap = f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
+        note = f"{note}; {cap}" if note else cap
+    if label is None:
+        keeps_all = bool(np.all(draw.inclusion_prob == 1.0))
+        label = "exact" if keeps_all else _label(estimator, draw.fixed_size, max_weight, largest)
     selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, note, score)
     mean: FloatArray | None = None
     if label not in ("exact", "unbiased"):
@@ -96,8 +98,7 @@ def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
     many = draw.redraw(np.random.default_rng(0), draws_enough(len(draw.inclusion_prob)))
     plain = horvitz_thompson(many).mean(axis=0)
     mean = _weights(many, estimator, max_weight).mean(axis=0)
-    relative: FloatArray = np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
-    return relative
+    return np.where(plain > 0, mean / np.where(plain > 0, plain, 1.0), 1.0)
 
 
 def draws_enough(rows: int) -> int:
@@ -107,8 +108,7 @@ def draws_enough(rows: int) -> int:
 
 def _weights(draw: Draw, estimator: str, max_weight: float) -> FloatArray:
     """Capped weights of one draw [n] or of many [draws, n]."""
-    capped: FloatArray = np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf)
-    return capped
+    return np.asarray(np.minimum(ESTIMATOR_WEIGHTS[estimator](draw), max_weight or np.inf))
 
 
 def weigh_by(policy: Policy, draw: Draw, **more: Any) -> Selection:
@@ -146,13 +146,6 @@ def _selection(
     return Selection(draw.kept, pi, weight, ledger, figures(pi), growth=effect)
 
 
-def _cap_note(draw: Draw, estimator: str, max_weight: float) -> str:
-    """Why the label is biased, if the cap can bind under this design; else empty."""
-    if not _can_bind(max_weight, largest := largest_weight(draw, estimator)):
-        return ""
-    return f"max_weight {max_weight:g} can bind: weights of {estimator} reach up to {largest:.3g} here"
-
-
 LABELS: tuple[Label, ...] = ("exact", "unbiased", "ratio", "biased")
 """From best to worst."""
 
@@ -177,13 +170,6 @@ def label_of_settings(estimator: str, *, fixed_size: bool, least_prob: float, ma
     # The ratio forms divide by what the draw kept. A single kept element has a weight of about n, so any cap can bind.
     largest = 1.0 / least_prob if _is_inverse(estimator, fixed_size) else np.inf
     return _label(estimator, fixed_size, max_weight, largest)
-
-
-def label_of_draw(draw: Draw, estimator: str, max_weight: float) -> Label:
-    """The label of a design whose probabilities are known: the same for every draw from it."""
-    if bool(np.all(draw.inclusion_prob == 1.0)):
-        return "exact"
-    return _label(estimator, draw.fixed_size, max_weight, largest_weight(draw, estimator))
 
 
 def _label(estimator: str, fixed_size: bool, max_weight: float, largest: float) -> Label:

@@ -1,7 +1,6 @@
-"""What goes into a step's selection and what comes out of it: arrays, and nothing else.
+"""What goes into a step's selection and what comes out of it. Tokens and texts stay on the ranks that hold them.
 
-Rank 0 selects on [K, G] arrays of rewards and lengths; tokens and texts stay on the ranks that hold them. Optimizer
-mini-batches are drawn independently of each other; `merge` combines their selections.
+Optimizer mini-batches are drawn independently of each other; `merge` combines their selections.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class TrainSelection:
     in_mean: FloatArray
     """[K] the same in means of rewards, where groups count equally and one without a reward by others of its set."""
     unforeseen: tuple[LedgerRow, ...]
-    """The row of missing completions, if this step is the first to lose any of that kind; from the next step on it is
-    in `ledger`, in every draw."""
+    """The row of missing completions, if this step is the first to lose any of that kind; later in `ledger`."""
     prior: FloatArray | None = None
     """[offered, 2] Beta parameters of each offered prompt's reward before the step; None: no advantage reads them."""
 
@@ -177,11 +175,7 @@ def part(batch: CompletionBatch, rows: IntArray, parts: int) -> CompletionBatch:
 
 
 def merge(parts: list[Selection], order: IntArray) -> Selection:
-    """Combines the selections of mini-batches; `order` puts their concatenated rows into place.
-
-    Token metrics are added; other metrics are averaged over all rows. Ledger rows of one name become one row, with the
-    worst label.
-    """
+    """Combines the selections of mini-batches; `order` puts their concatenated rows into place."""
     if len(parts) == 1:
         return parts[0]
     costs = [part.kept_cost for part in parts if part.kept_cost is not None]
@@ -214,7 +208,7 @@ def _columns(parts: list[Selection]) -> dict[str, Any]:
 
 
 def _merge_rows(rows: list[tuple[LedgerRow, int]]) -> tuple[LedgerRow, ...]:
-    """One row per name, from (row, number of elements it describes)."""
+    """One row per name, with the worst label, from (row, number of elements it describes)."""
     merged = []
     for name in dict.fromkeys(row.name for row, _ in rows):
         same_name = [(row, count) for row, count in rows if row.name == name]
@@ -246,8 +240,7 @@ def counts_of(offered: Selection, prompts: PromptDraw, tokens_sampled: int, trai
 
 def was_requested(rollouts: Rollouts, sizes: IntArray) -> BoolArray:
     """[K, G] whether each completion was requested, given the number [K] requested of each prompt."""
-    requested: BoolArray = np.arange(rollouts.rewards.shape[1]) < sizes[:, None]
-    return requested
+    return np.asarray(np.arange(rollouts.rewards.shape[1]) < sizes[:, None])
 
 
 def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, in_mean: FloatArray) -> dict[str, float]:

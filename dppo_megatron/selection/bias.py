@@ -1,13 +1,7 @@
-"""Estimates how much each row of a step's ledger changes the expected gradient, when the selection is made.
+"""Estimates how much each row of a step's ledger changes the expected gradient (docs/pruning.md, Labels).
 
-The gradient of a completion is unknown; only its norm can be estimated: s = sqrt(A^2 + slope^2) x logit_grad_norm / D.
-If the gradients are taken as orthogonal to each other, the squared norm of their sum is the sum of s^2. A selection
-that multiplies completion i by f_i on average then has the error
-
-    |E[g'] - g|^2 / |g|^2 = sum(s_i^2 (f_i - 1)^2) / sum(s_i^2).
-
-These sums over the planned prompts are estimated by Horvitz-Thompson from the prompts that were rolled out. Prompts
-that can never be rolled out are assumed to be like the others.
+The sums over the planned prompts are estimated by Horvitz-Thompson from the prompts that were rolled out. Prompts that
+can never be rolled out are assumed to be like the others.
 """
 
 from __future__ import annotations
@@ -106,8 +100,7 @@ def whitening_factor(
 
     scale = divisor(moments.sum(), counts.sum()) / divisor(weight @ moments, weight @ counts)
     mean = weight.mean(axis=0)
-    factor: FloatArray = np.where(mean > 0, scale @ weight / draws / np.where(mean > 0, mean, 1.0), 1.0)[kept]
-    return factor
+    return np.asarray(np.where(mean > 0, scale @ weight / draws / np.where(mean > 0, mean, 1.0), 1.0)[kept])
 
 
 def _donors(pi: FloatArray, kept: np.ndarray) -> np.ndarray:

@@ -1,8 +1,4 @@
-"""Advantages and frozen divisors of a step's completions before any is dropped, and the ledger rows they cause.
-
-Separate from the selector because nothing here depends on the policies: the numbers are the same for every method, and
-`simulate` uses them for the full batch.
-"""
+"""Advantages and frozen divisors of a step's completions before any is dropped, and the ledger rows they cause."""
 
 from __future__ import annotations
 
@@ -47,8 +43,7 @@ def _mean_lengths(rollouts: Rollouts, prompts: PromptDraw) -> FloatArray:
     """[K] mean tokens of the completions that were requested. The columns of others hold a mean of the mates that
     finished, which is too short if completions are stopped early."""
     lengths = rollouts.counted(rollouts.lengths.astype(np.float64))
-    mean: FloatArray = np.where(was_requested(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size
-    return mean
+    return np.asarray(np.where(was_requested(rollouts, prompts.size), lengths, 0.0).sum(axis=1) / prompts.size)
 
 
 class Coefficients:
@@ -82,8 +77,7 @@ class Coefficients:
         if self._settings.objective.advantage not in ("group_mean", "reinforce_baseline"):
             return advantages  # a mean of the others needs no factor, and for group_std no factor is right
         own_share = 1.0 / np.maximum((~np.isnan(rollouts.rewards)).sum(axis=1, keepdims=True), 2)
-        scaled: FloatArray = advantages * ((1.0 - 1.0 / self._size) / (1.0 - own_share))
-        return scaled
+        return np.asarray(advantages * ((1.0 - 1.0 / self._size) / (1.0 - own_share)))
 
     def baseline_noise(self, rollouts: Rollouts, prior: FloatArray | None) -> FloatArray:
         """[K, G] variance of the advantages that is due to early stops of group mates."""
@@ -91,8 +85,7 @@ class Coefficients:
         advantage, penalty = self._settings.objective.advantage, self._penalty(rollouts)
         to_posterior = advantage == "posterior_loo"
         noise = early_stop_noise(rollouts.rewards, rollouts.stands_for, prior, penalty, to_posterior=to_posterior)
-        scaled: FloatArray = noise * ((1.0 - 1.0 / self._size) ** 2 if advantage == "group_mean" else 1.0)
-        return scaled
+        return np.asarray(noise * ((1.0 - 1.0 / self._size) ** 2 if advantage == "group_mean" else 1.0))
 
     def _penalty(self, rollouts: Rollouts) -> FloatArray:
         return overlong_penalty(rollouts.lengths, self._settings.objective.overlong, self._limit)
@@ -134,8 +127,7 @@ class Coefficients:
         ratio = tokens / np.maximum(total, 1.0) * self._nominal / expected
         # a mean over a share of the prompts deviates 1 / sqrt(share) times as much as one over all
         share = drawn * self._size / self._nominal
-        factor: FloatArray = 1.0 + (ratio - 1.0) * np.sqrt(share)
-        return factor
+        return np.asarray(1.0 + (ratio - 1.0) * np.sqrt(share))
 
     def _divisor(self, lengths: IntArray, tokens: FloatArray) -> FloatArray:
         """[K, G], given the token count [K] of each group's mini-batch (only token_mean reads it)."""
@@ -253,7 +245,6 @@ class Coefficients:
         return zero_advantage_slope(self._settings.objective)
 
     def learn_length(self, rollouts: Rollouts, prompts: PromptDraw) -> None:
-        """Update the mean length from a finished step."""
         total = float(prompts.weight.sum())
         if total > 0:
             mean, old = float(prompts.weight @ _mean_lengths(rollouts, prompts)) / total, self.mean_length

@@ -1,17 +1,11 @@
-"""Missing completions, those without a reward: weights that make up for them, and what that does to the estimate.
+"""Completions without a reward: weights that make up for them, and what that does to the estimate (docs/pruning.md).
 
 If m of a group's G completions are left, G / m times the sum over the m has the expectation of the sum over all G, if
 which ones are missing does not depend on their content: with a baseline over the m it is a sum over pairs, and all
-pairs are equally likely to be left. This needs no loss rate and nothing beyond the group, so it holds whatever is
-pruned. It fails for what is not a sum over pairs: fewer rewards have a smaller deviation, by an amount that depends on
-the pass rate; a clip depends on the sign of what it multiplies; with a bounded ratio the mean of the baseline matters,
-and `posterior_loo`'s depends on the number of rewards. (All this applies to groups requested in another size,
-`group_sizes`, with nothing missing.) Groups with fewer than two left have no baseline and are lost. Others are weighted
-up for them by the share lost in *earlier* steps, which no draw of this step can change. Nothing is sampled again.
-
-A loss that can depend on the answer (a time-out, a grader that fails on what it reads) is weighted the same way, which
-corrects the gradient's length, and labelled biased: no weight turns short answers into long ones. Losses declared to be
-by chance are tested against length (`Missing.deviations`): a judge that fails late in a step loses long completions.
+pairs are equally likely to be left. It fails for what is not a sum over pairs: fewer rewards have a smaller deviation,
+by an amount that depends on the pass rate; a clip depends on the sign of what it multiplies; with a bounded ratio the
+mean of the baseline matters, and `posterior_loo`'s depends on the number of rewards. (All this applies to groups
+requested in another size, `group_sizes`, with nothing missing.)
 
 A label is a promise about every draw, so it is made before the draw: by the settings, and by what earlier steps of the
 run have lost. The first step that loses something could not foresee it; its record has the row all the same.

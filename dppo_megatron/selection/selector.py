@@ -1,6 +1,4 @@
-"""All selection of a step: order, prompt policy, advantages, completion policy, weights, ledger.
-
-It sees only arrays: the training loop runs it on rank 0 with the engine's output, and `simulate` on a recorded trace.
+"""All selection of a step, on arrays: the training loop runs it on rank 0, and `simulate` on a recorded trace.
 
 With several optimizer updates per step, nominal prompts are assigned to mini-batches by position before anything is
 selected. Each mini-batch has its own independent draws and its own denominators: the draws of update 2 are then
@@ -265,8 +263,7 @@ class Selector:
 
     def _usual_moment(self, prompts: PromptDraw) -> FloatArray:
         """[K] second moment in a group of the usual size over that in its own: a mean over fewer others is noisier."""
-        ratio: FloatArray = (1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group)
-        return ratio
+        return np.asarray((1.0 - 1.0 / prompts.size) / (1.0 - 1.0 / self._group))
 
     def _variance(
         self, planned: Selection, batch: CompletionBatch, completions: Selection, state: OpenStep, rows: IntArray
@@ -274,10 +271,9 @@ class Selector:
         """Variance growths of a step; `rows` [n] are the trainable completions, in the batch."""
         assert state.outcome is not None and state.missing is not None
         prompts, rollouts, _ = state.outcome
-        group, sizes, ended = rows // rollouts.rewards.shape[1], None, None
-        if self._size_factor > 1:
-            shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
-            sizes = GroupSizes(*shares, float(np.mean(state.size_growth)) if state.size_growth else 1.0)
+        group, ended = rows // rollouts.rewards.shape[1], None
+        shares = self._group / prompts.size[group], self._usual_moment(prompts)[group]
+        sizes = GroupSizes(*shares, float(np.mean(state.size_growth)) if state.size_growth else 1.0)
         if rollouts.stands_for is not None:
             noise = self._coefficients.baseline_noise(rollouts, state.prior()[1])
             ended = EarlyStops(rollouts.stands_for.ravel()[rows], noise.ravel()[rows])
@@ -354,7 +350,6 @@ class Selector:
         return self._coefficients.full_scores(with_lengths(everything, self._coefficients.mean_length), prior)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that the step after the last one with feedback depends on."""
         prompt_state = self._open[0].before if self._open else None
         places = [*(one.place for one in self._open), *self._replayed, self._settled]
         places = places if self._delay else places[:1]
@@ -474,8 +469,7 @@ class Selector:
         if not self._prompt_policy.resamples:
             return prompts.minibatch
         position = np.maximum(np.cumsum(groups.kept) - 1, 0)
-        shared: IntArray = position * self._updates // max(int(groups.kept.sum()), 1)
-        return shared
+        return np.asarray(position * self._updates // max(int(groups.kept.sum()), 1))
 
     def _denominator(
         self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, state: OpenStep, prompts: PromptDraw

@@ -1,7 +1,4 @@
-"""Builds the engine, the sampling settings and the canary of a job.
-
-Separate from `loop.py`, so that a new engine is one branch here and no phase of the loop depends on the engine.
-"""
+"""Builds the engine, the sampling settings and the canary of a job. A new engine is one branch here."""
 
 from __future__ import annotations
 
@@ -80,7 +77,6 @@ def what_to_offload(config: Config, device: str) -> Literal["none", "optimizer",
 
 
 def make_sampling(job: Job) -> Sampling:
-    """How training completions are sampled."""
     how = job.config.rollout.sampling
     return Sampling(
         how.max_completion_tokens, how.temperature, job.config.seed, how.top_p, how.top_k, job.stop_token_ids

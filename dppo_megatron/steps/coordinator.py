@@ -1,7 +1,7 @@
 """What rank 0 decides in a step: prompts, completions, micro-batches; and what it learns from the step's cost.
 
 Every rank has a Coordinator, since its settings are enough to build one, but only rank 0's is used and has a valid
-state. It sees scalars, not tokens: the loop passes outcomes to it and sends its decisions to the ranks.
+state. It sees scalars, not tokens.
 
     begin -> take (one or more rounds) -> refill ... -> decide -> learn
 """
@@ -110,7 +110,6 @@ class Coordinator:
         return plans, outcomes.holder, decided(config, step.number, decision, rollouts)
 
     def plan(self, samples: Sequence[Packable]) -> PackPlan:
-        """Micro-batches for every data-parallel rank."""
         config = self._job.config.packing
         return plan_microbatches(
             samples,
@@ -138,11 +137,10 @@ class Coordinator:
         return [*lines, *(self._advisor.lines() if took.probe_s else ())], failure
 
     def probe(self, grad_norm: float, half_norm: float) -> None:
-        """Take the gradient norms of an update and of half of its prompts, for the advice on the batch size."""
+        """The gradient norms of an update and of half of its prompts, for the advice on the batch size."""
         self._advisor.probe(grad_norm, half_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step's decisions depend on."""
         return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -225,11 +223,8 @@ def off_policy_sized(ledger: tuple[LedgerRow, ...], bias: float | None) -> tuple
 
 def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) -> tuple[LedgerRow, ...]:
     """The rows for completions that servers aborted or lost, of a step with groups of these sizes [K]. A bias is the
-    share of the step that was sampled again: the lost completions are not known, so each counts in full.
-
-    The row of a setting is in every step that the setting may affect, even if nothing happened, since a label must not
-    depend on the outcome. A server's failure is not a setting: a step without one has no row.
-    """
+    share of the step that was sampled again. The row of a setting is in every step that the setting may affect, since a
+    label must not depend on the outcome. A server's failure is not a setting: a step without one has no row."""
     if config.engine == "hf":
         return ()
     rows = []

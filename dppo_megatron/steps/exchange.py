@@ -1,10 +1,8 @@
 """Sends each kept completion to the ranks that train on it, as flat buffers.
 
-Rank 0 decides on scalars and broadcasts the plan; other ranks' tokens never pass through it. The rank that holds a
-completion (it generated it, or took it from its node's rollout client) sends it to the ranks of the data-parallel
-replica that trains on it according to the plan:
+The rank that holds a completion (it generated it, or took it from its node's rollout client) sends it to the ranks of
+the data-parallel replica that trains on it according to rank 0's plan:
 
-    rank 0      scalars [K, G] of all --select, plan--> rows, weights, micro-batches --broadcast--> all ranks
     holder h    tokens, log-probs of its groups  --one copy--> in each node, the gateway for h (`Replicas.gateways`)
                                                  --inside the node--> the ranks of the replica that train on it
 
@@ -12,10 +10,7 @@ Through gateways a rank connects only to one rank of each other node and to the 
 1,024 ranks, eight per node, instead of 1,023. Data that a node needs twice crosses the network once; in
 return a rank forwards up to as much as it keeps. With one node, or one rank per node, every rank sends to every rank.
 
-Sender and receiver compute the sizes from the plan, so only the data is sent: 8 bytes per token, and nothing for pruned
-completions. In a step of 67 million tokens on 64 GPUs, 95 % pruned, each rank of a replica of 8 receives 3.4 MB;
-sending every group to every rank took 5.7 GB per rank. Replayed experts add `ExpertChoices.bytes_per_token` for each
-token of prompt and completion, and each field of `objective.token_values` 4 bytes per completion token.
+Sender and receiver compute the sizes from the plan, so only the data is sent (docs/data_plane.md).
 """
 
 from __future__ import annotations
@@ -77,8 +72,7 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Parcels:
-    """All kept completions of a step, of all its updates, as columns [n] in the order of the buffers. The same on every
-    rank."""
+    """All kept completions of a step, as columns [n] in the order of the buffers. The same on every rank."""
 
     update: IntArray
     place: IntArray

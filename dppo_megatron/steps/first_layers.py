@@ -1,9 +1,8 @@
 """Checks before training that the layers described by a model provider compute the same as transformers' layers.
 
-This project's tests compare the rows of `weights/mapping.py` with transformers. A user's `model.provider` is not
-tested, so it is compared here, on the machine that uses it: a model with random weights, with layers up to the first of
-each kind, in full width, in float32 on the CPU, takes the path of a checkpoint (files, reader, Megatron, weight
-stream). This runs in a process of its own, since process groups of one rank cannot be created within a job's.
+A model with random weights, with layers up to the first of each kind, in full width, in float32 on the CPU, takes the
+path of a checkpoint (files, reader, Megatron, weight stream). This runs in a process of its own, since process groups
+of one rank cannot be created within a job's.
 """
 
 from __future__ import annotations

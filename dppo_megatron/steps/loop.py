@@ -1,8 +1,6 @@
 """The phases of a training step, one method each; `train.py` calls them in order.
 
-The only file that knows engine, graders, selection, packing and actor; it connects them. A phase takes the step
-(`step.py`), does one thing and advances `reached`. Rank 0 selects, prunes and plans on scalars and broadcasts the
-result. All ranks share generating and grading. Updating and syncing are collective.
+The only file that knows engine, graders, selection, packing and actor; it connects them.
 
     rank 0   begin ------------------------ decide, plan ---.
       |        | prompts                 ^ scalars          | rows, weights, micro-batches
@@ -116,8 +114,6 @@ class Loop:
         self.failed_policy = ""
         """What the user's policy raised when it learned from the last finished step; empty: nothing."""
 
-    # ---------------------------------------------------------------------------------------- before the first step
-
     def sft(self, before_next: Callable[[int], None] = lambda done: None) -> None:
         """The supervised phase, with the same actor; none if `sft.steps` is 0. Raises RunAborted if it diverges.
         `before_next` is called after each step but the last, and may raise to end the phase."""
@@ -145,8 +141,7 @@ class Loop:
                     before_next(done)
 
     def start_rl(self) -> None:
-        """Begin the RL phase: drop SFT's examples, start a new optimizer and schedule, and with a KL term keep the
-        reference policy."""
+        """Begin the RL phase: a new optimizer and schedule, and with a KL term the reference policy."""
         config = self.job.config
         self.job.sft_examples.clear()
         self.actor.start_phase(config.actor.optimizer, config.steps * config.objective.updates_per_step)
@@ -176,8 +171,6 @@ class Loop:
             self._engine.sleep()
         self._judge_canary()
         return self.actor.weights(to=[0])
-
-    # ---------------------------------------------------------------------------------------- the phases of a step
 
     @contextmanager
     def step(self, number: int) -> Iterator[Step]:
@@ -269,9 +262,8 @@ class Loop:
                 step.record.add_tokens(tokens, *np.sum(per_replica, axis=0).tolist())
 
     def to_training(self, step: Step) -> None:
-        """Put the engine to sleep, then compute the log-probabilities that the objective compares with: the actor's
-        before the step's first update, and the reference policy's, each only if the settings need it
-        (docs/objectives.md)."""
+        """Put the engine to sleep, then compute the log-probabilities that the objective needs: the actor's before the
+        step's first update, and the reference policy's (docs/objectives.md)."""
         objective, timers = self.job.config.objective, step.record.timers
         self._engine.sleep()
         self._judge_canary()
@@ -300,7 +292,6 @@ class Loop:
             self._measure_mismatch(step, list(zip(step.updates, old, strict=True)))
 
     def update(self, step: Step, update: Update) -> None:
-        """One optimizer update on the weighted objective."""
         step.reach("updating")
         self.last_complete_step = None
         is_first = not step.measured
@@ -320,11 +311,9 @@ class Loop:
         metrics = step.record.metrics
         if own is not None:
             self._measure_mismatch(step, [(update, own)])
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if measured.is_skipped else 0
         if measured.is_skipped:
-            self.skipped_in_a_row += 1
             self.skipped_samples = _non_finite_samples(update.samples.values())
-        else:
-            self.skipped_in_a_row = 0
         if half_norm is not None:
             self._coordinator.probe(measured.grad_norm, half_norm)
         step.measured.append(measured)
@@ -350,8 +339,6 @@ class Loop:
         self.current, self.last_complete_step = None, step.number
         return lines
 
-    # ---------------------------------------------------------------------------------------- outside of the steps
-
     def evaluate(self, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every evaluation set, or of those in `names`."""
         return self._evaluator.evaluate(self._engine, names)
@@ -361,7 +348,6 @@ class Loop:
         return from_rank_zero(lambda: self._coordinator.plan(samples))
 
     def close(self) -> None:
-        """Release the engine's servers and the graders' processes."""
         self._engine.close()
         self._cross_check.close()
         self.job.grade.close()
@@ -377,8 +363,6 @@ class Loop:
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.last_complete_step = step
 
-    # ---------------------------------------------------------------------------------------- helpers
-
     def _release_weights(self) -> None:
         """Called when the engine has copies of the actor's weights."""
         if self._offload == "all":
@@ -389,7 +373,6 @@ class Loop:
             self._receipts |= self._canary.judge(self._score)
 
     def _select(self, step: Step, timers: Timers) -> None:
-        """Choose the prompts of a new step, on rank 0."""
         with timers.phase("select"):
             step.selected = self._selected(from_rank_zero(lambda: self._coordinator.begin(step.number)))
         step.reach("selected")
@@ -453,7 +436,6 @@ class Loop:
 
 
 def _unweighted_sample(prompt: Prompt, completion: Completion) -> TrainSample:
-    """A completion that is only scored, not trained on."""
     return TrainSample(
         id=f"{prompt.index}:canary",
         token_ids=np.concatenate([np.array(prompt.token_ids, np.int64), completion.token_ids]),

@@ -1,7 +1,4 @@
-"""How a step used its devices, as `perf/*`: completion tokens per second and device, and peak memory.
-
-No share of the peak FLOPs: `dppo-megatron plan` knows a model's FLOPs per token and a chip's peak; a run does not.
-"""
+"""How a step used its devices, as `perf/*`: completion tokens per second and device, and peak memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The training cost of a sequence for a model's architecture, and the cost of a generation round by its tokens.
-
-Separate from `packing/planner.py`, which takes only the resulting numbers, so that packing imports no model.
-"""
+"""The training cost of a sequence for a model's architecture, and the cost of a generation round by its tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +56,6 @@ class RolloutCost:
 
     @property
     def average(self) -> float:
-        """Seconds per token at the last point."""
         return self.seconds[-1] / self.tokens[-1]
 
     def of(self, tokens: float) -> float:
@@ -80,5 +76,4 @@ class RolloutCost:
 
     @staticmethod
     def proportional(seconds_per_1k: float) -> RolloutCost:
-        """Every token costs the same."""
         return RolloutCost((0.0, 1000.0), (0.0, seconds_per_1k))

@@ -1,7 +1,6 @@
 """One RL step as a value: its prompts, completions and measurements, and how far it has progressed.
 
-Progress is recorded only here. A phase of `loop.py` takes a step, does one thing and advances `reached`. This alone
-determines what may be saved, undone or repeated:
+A phase of `loop.py` takes a step, does one thing and advances `reached`. This alone determines what may be saved:
 
     new -> selected -> generating -> rolled_out -> pruned -> exchanged -> updating -> updated -> synced -> finished
     '------ a checkpoint resumes before this step ------------------'    none       '- resumes after it once finished -'
@@ -74,7 +73,6 @@ class StepRecord:
         self.ledger += (row,)
 
     def line(self) -> dict[str, Any]:
-        """The step's line of metrics.jsonl."""
         labels = [row.label for row in self.ledger]
         counts = {f"prune/{label}_selections": float(labels.count(label)) for label in ("biased", "ratio")}
         return self.metrics | counts | {"prune/ledger": [asdict(row) for row in self.ledger]}
@@ -82,11 +80,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTable:
-    """The outcomes of k groups as arrays: what rank 0 needs to select completions, without their tokens.
-
-    Each rank makes the rows of the groups that it holds; rank 0 joins them. That is 43 bytes per completion; pickled
-    completions took 24 bytes per *token*.
-    """
+    """The outcomes of k groups as arrays: what rank 0 needs to select completions, 43 bytes of each."""
 
     position: IntArray
     """[k] position of each group in the step."""
@@ -252,8 +246,6 @@ class UpdatePlan:
 
 @dataclass
 class Update:
-    """One optimizer update on this rank."""
-
     plan: UpdatePlan
     samples: Mapping[int, TrainSample]
     """Position in `plan.rows` -> sample, for the samples of this rank's data-parallel replica."""

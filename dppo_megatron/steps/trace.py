@@ -1,8 +1,7 @@
 """What is recorded of a step's rollouts: a line of trace.jsonl, and for samples/ the groups and decisions about them.
 
-trace.jsonl has the outcome of every rollout of a run: small enough to keep, and enough to replay a selection, as
-`dppo-megatron simulate` does. The first line describes the run; each later line is a step. The features of large sets
-are in a file of arrays beside it.
+trace.jsonl has the outcome of every rollout of a run, enough to replay a selection. The first line describes the run;
+each later line is a step. The features of large sets are in a file of arrays beside it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dppo_megatron.config.objective import is_linear_in_advantage, is_linear_off
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.files import open_to_read, replacing
-from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.selection import Rollouts, TrainSelection
@@ -113,11 +111,6 @@ def _requested(table: np.ndarray[Any, Any], sizes: Sequence[int]) -> list[np.nda
     return [row[:size] for row, size in zip(table, sizes, strict=True)]
 
 
-def trace_seconds(timing: StepTiming) -> dict[str, float]:
-    """A step's seconds, in the form of its line."""
-    return {"rollout": timing.rollout_s, "update": timing.update_s, "other": timing.other_s}
-
-
 def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
     """Position in the step of each recorded group -> the decisions about its completions: the fields of `RecordedGroup`
     after `group`. Sent to all ranks, since the texts are on the ranks that hold the groups."""
@@ -148,8 +141,7 @@ def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollou
     if rollouts.prompt_tokens is not None:
         sizes = sizes + _BYTES_A_TOKEN * rollouts.prompt_tokens
     fits = np.cumsum(sizes[order]) <= settings.max_mb_per_step * 1e6
-    positions: IntArray = np.sort(order[fits])
-    return positions
+    return np.asarray(np.sort(order[fits]))
 
 
 def reasons_of(

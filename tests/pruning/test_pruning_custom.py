@@ -22,7 +22,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import CustomPromptPolicy, Draw, StepCost
-from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods, try_policies, try_prompt_policy
+from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
+from dppo_megatron.pruning.trial import try_policies, try_prompt_policy
 from dppo_megatron.randomness import uniforms
 from dppo_megatron.run import Run, Stopped
 from dppo_megatron.selection import Selector

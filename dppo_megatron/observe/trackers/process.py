@@ -2,10 +2,9 @@
 
 It is a process and not a thread of the trainer, because mlflow takes six seconds to import, and wandb and trackio keep
 global state, print, and wait for the network when Python exits. When the trainer is killed, stdin ends, and what was
-sent is still delivered. Each tool has a process of its own, so that a failure of one does not affect the others.
+sent is still delivered.
 
-Messages and answers are JSON objects in frames. They contain all that a tool learns of a run: numbers, the settings as
-in config.yaml, and tables of samples. A resumed run repeats steps after its checkpoint, with the same result
+Messages and answers are JSON objects in frames. A resumed run repeats steps after its checkpoint, with the same result
 (docs/checkpoints.md); the tool does not get them again. `trackers/NAME.json` records the last step that it has.
 """
 
@@ -98,7 +97,6 @@ class Mark(msgspec.Struct):
             return Mark()
 
     def write(self, path: Path) -> None:
-        """Write atomically. Raises OSError."""
         write_text(path, msgspec.json.encode(self).decode() + "\n")
 
 

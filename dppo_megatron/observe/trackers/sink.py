@@ -1,13 +1,6 @@
-"""The trainer's side of the trackers: queues each step and returns at once, whatever the tools do.
+"""The trainer's side of the trackers: queues each step for a thread of each tool and returns at once (docs/observe.md).
 
-    trainer, main thread      thread "NAME", one per tracker          process of NAME
-    step(line) ──▶ queue of 64 ──▶ writes a message, reads the answer ──▶ the tool ──▶ files, network
-      never waits: a step that        waits for: the process                 waits for: its files and servers
-      finds the queue full is lost
-      to this tracker, and counted
-
-A tracker's failures are counted (`observe/tracker_failures` in metrics.jsonl), and the first one is logged. A tracker
-whose process or first message fails is lost: nothing more is sent to it.
+A tracker whose process or first message fails is lost: nothing more is sent to it.
 """
 
 from __future__ import annotations
@@ -69,7 +62,6 @@ class _TrackerQueue:
         return self._dropped + self._failed
 
     def put(self, line: StepLine) -> None:
-        """Queue a step; returns at once."""
         if self._queue.qsize() < _QUEUE:
             self._queue.put(line)
         else:
@@ -77,7 +69,6 @@ class _TrackerQueue:
             self._note(f"slower than the steps; step {line.step} and perhaps others are left out")
 
     def finish(self, end: EndRun) -> None:
-        """Queue the last message; returns at once."""
         self._queue.put(end)
 
     def close(self, deadline: float) -> None:
@@ -147,16 +138,13 @@ class Trackers:
 
     @property
     def failures(self) -> int:
-        """Of all trackers together, so far."""
         return sum(one.failures for one in self._queues)
 
     def step(self, line: StepLine) -> None:
-        """Queue a step for every tracker; returns at once."""
         for one in self._queues:
             one.put(line)
 
     def close(self, *, finished: bool) -> None:
-        """Deliver what is queued, within the limit."""
         deadline = time.monotonic() + self._limit_s
         for one in self._queues:  # all of them first: one that hangs must not use up the time of the others
             one.finish(EndRun(finished))
