@@ -223,9 +223,7 @@ def test_dppo_differs_from_grpo_in_pruning_only(files: Path, tmp_path: Path, nam
     dppo, grpo = (asdict(_load(f"{name}.yaml", files, tmp_path)) for name in names)
     if names[0] == "quickstart":
         for twin in (dppo, grpo):
-            prompts, size = (twin["rollout"].pop(name) for name in ("prompts_per_step", "completions_per_prompt"))
-            assert twin.pop("steps") * prompts * size in (120 * 32 * 8, 160 * 32 * 4)
-            del twin["actor"]["optimizer"]["learning_rate"]
+            assert (twin["rollout"].pop("prompts_per_step"), twin["steps"]) in ((32, 240), (16, 240))
     assert [key for key in dppo if dppo[key] != grpo[key]] == ["pruning"]
     if names[0] == "quickstart":
         for level in ("prompt", "completion"):
