@@ -46,7 +46,8 @@ def in_blocks(weight: Tensor, *, power_of_two: bool = False) -> tuple[Tensor, Te
         power_of_two: round scales up to powers of two, which DeepGEMM's kernels for Blackwell need.
 
     Returns:
-        float8_e4m3fn [rows, columns], and float32 scales [ceil(rows / 128), ceil(columns / 128)].
+        float8_e4m3fn [rows, columns], and float32 scales [ceil(rows / 128), ceil(columns / 128)]; weight = product of
+        both.
 
     Example: a block whose largest magnitude is 0.896 has scale 0.002; 0.09 is stored as 44, which stands for 0.088.
     """

@@ -100,7 +100,7 @@ class HFEngine(Engine):
         if self._start_arguments is None:
             return {}
         requests, sampling = self._start_arguments
-        self.close()  # drops grades of the last rollout
+        self._drop_grades()
         completions: dict[int, Completion] = {}
         arriving = self.stream(requests, sampling)
         while batch := list(islice(arriving, _FINISHED_BATCH)):
@@ -122,11 +122,13 @@ class HFEngine(Engine):
             grades |= zip(positions, future.result(), strict=True)
         return grades
 
-    def close(self) -> None:
-        """Drop grades that are not taken."""
+    def _drop_grades(self) -> None:
         for _, future in self._graded:
             future.cancel()
         self._graded = []
+
+    def close(self) -> None:
+        self._drop_grades()
 
     @torch.inference_mode()
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[tuple[int, Completion]]:

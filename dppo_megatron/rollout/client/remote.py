@@ -53,7 +53,8 @@ class Nodes:
 
     @staticmethod
     def of(names: Sequence[int], rank: int) -> Nodes:
-        """From `launched_node` of each rank. Two torchrun agents on one machine count as two nodes.
+        """From `launched_node` of each rank. Two torchrun agents on one machine count as two nodes, as
+        either can end without the other.
 
         Example: names 0, 0, 2, 2 give nodes 0, 0, 1, 1; rank 3 is the second of two ranks of node 1.
         """

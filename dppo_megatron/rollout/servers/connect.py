@@ -94,11 +94,11 @@ def connect(
     device_map = _device_map(launched, infos, devices, all_shared=on_gpu and rollout.servers.colocate)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
     works = {"ipc": [url for url in urls if device_map.get(url)], "nccl": [url for url in urls if not unequal[url]]}
-    named = zip(urls, infos, strict=True)
-    offered = [[name for name in info.channels if url in works.get(name, urls)] for url, info in named]
-    difference = "; ".join(f"{url}: {difference}" for url, difference in unequal.items() if difference)
+    asked = zip(urls, infos, strict=True)
+    offered = [[name for name in info.channels if url in works.get(name, urls)] for url, info in asked]
+    unlike = "; ".join(f"{url}: {difference}" for url, difference in unequal.items() if difference)
     colocated = rollout.servers.colocate
-    channel, why = choose_channel(rollout.sync.channel, offered, on_gpu=on_gpu, colocated=colocated, unequal=difference)
+    channel, why = choose_channel(rollout.sync.channel, offered, on_gpu=on_gpu, colocated=colocated, unequal=unlike)
     return ConnectedServers(
         servers=servers,
         routers=routers,

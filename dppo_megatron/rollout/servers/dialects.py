@@ -48,7 +48,8 @@ def _from_arrays(content: bytes, group: GenerateRequest) -> list[Sampled]:
     total = sum(answer.tokens for answer in answers)
     sizes = [math.prod(one.experts[1:]) * np.dtype(one.experts[0]).itemsize if one.experts else 0 for one in answers]
     if len(body) != 8 * total + sum(sizes):
-        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens and {sum(sizes)} bytes of experts")
+        and_experts = f" and {sum(sizes)} bytes of experts" if sum(sizes) else ""
+        raise BadAnswer(f"{len(body)} bytes of arrays for {total} tokens{and_experts}")
     tokens, logprobs = np.frombuffer(body, "<i4", total), np.frombuffer(body, "<f4", total, 4 * total)
     completions, first, offset = [], 0, 8 * total
     for index, (answer, size) in enumerate(zip(answers, sizes, strict=True)):

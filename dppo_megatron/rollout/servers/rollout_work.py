@@ -87,7 +87,8 @@ class Work:
     places: Sequence[Sequence[int]] = ()
     """Per group, the positions of its completions among all requests of the rollout."""
     may_lose: bool = False
-    """The rollout may end without the completions of a request that fails or is late. Not in an evaluation."""
+    """The rollout may end without the completions of a request that fails or is late. Not in an evaluation:
+    they would count as wrong."""
     order: int = 0
     """Priority, lowest first: a training step's number."""
     number: int = 0

@@ -116,7 +116,7 @@ def named_workers(http: Http, timeout_s: float) -> list[str]:
 def set_dialect(router: RouterServer, workers: Sequence[AnyDialect]) -> bool:
     """Set the dialect of `router` to its workers'; returns whether it passes such requests on, and logs if it does not.
 
-    sglang-router has no path for vLLM's requests (404). One that has the path refuses the empty body otherwise.
+    sglang-router has no path for vLLM's requests (404). One that has it refuses the empty body with another status.
     """
     seeded = all(dialect.seeded for dialect in workers)
     if isinstance(workers[0], SGLangDialect):

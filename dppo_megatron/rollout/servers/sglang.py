@@ -207,7 +207,7 @@ class SGLangServer:
     def begin_update(self, *, timeout_s: float) -> None:
         try:
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
-        except Refused:
+        except Refused:  # an interrupted sync has left a session open
             self.http.do("/end_weight_update", {}, timeout_s=timeout_s)
             self.http.do("/begin_weight_update", _TO_POLICY, timeout_s=timeout_s)
 

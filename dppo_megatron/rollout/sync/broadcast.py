@@ -242,7 +242,12 @@ class TorchBroadcastGroup:
         if backend is not None and backend.name() == "nccl":  # a gloo group ends when its sockets close
             with contextlib.suppress(RuntimeError):
                 self._store.set(dppo_wire.GIVEN_UP, "")  # on this key the members abort their ends
-            in_thread(backend.abort, "abandoned group")
+            in_thread(lambda: _abort(backend), "abandoned group")
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # a future with the error would keep the backend, whose destructor may wait
+        backend.abort()
 
 
 def _backend(rendezvous: GroupRendezvous, store: PrefixStore) -> Any:
