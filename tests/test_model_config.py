@@ -205,6 +205,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
         "disagree; transformers would only use rope_scaling",
     ),
+    "two_types": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "default", "type": "linear"}},
+        "rope_parameters.type disagree",
+    ),
     "two_thetas": ("qwen3", {"rope_theta": 5e5}, "rope_theta = 500000.0 and rope_parameters.rope_theta = 10000.0"),
     "llama3_beside_plain": (
         "llama3",

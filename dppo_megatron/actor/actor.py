@@ -420,9 +420,9 @@ class Actor:
 
 
 def _describe(config: LayoutConfig, data_parallel: int) -> str:
-    names = {"tp": config.tensor_parallel, "pp": config.pipeline_parallel, "vpp": config.virtual_pipeline}
-    names |= {"cp": config.context_parallel, "ep": config.expert_parallel, "dp": data_parallel}
-    return " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one process"
+    sizes = {"tp": config.tensor_parallel, "pp": config.pipeline_parallel, "vpp": config.virtual_pipeline}
+    sizes |= {"cp": config.context_parallel, "ep": config.expert_parallel, "dp": data_parallel}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -83,10 +83,11 @@ REFUSED = _by_name(
         _TP_OVERLAP: "tp_comm_*",
         "Megatron schedules it by layers, which needs its own forward step": "overlap_moe_expert_parallel_comm"
         " delay_wgrad_compute ep_overlap_early_attn_memory_release high_priority_a2a_comm_stream"
-        " overlap_dispatch_backward_with_experts_wgrad num_microbatches_with_partial_activation_checkpoints",
-        "it needs process groups that are not created here (actor.layout decides which are)": "*optimizer_instances"
-        " pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes *num_weight_shards"
-        " *gtp_weight_remat_size",
+        " overlap_dispatch_backward_with_experts_wgrad",
+        "the forward step here lacks the third argument that Megatron would pass": "num_microbatches_with_partial_*",
+        "it needs process groups that are not created here (actor.layout decides which are)": "*num_weight_shards"
+        " num_distributed_optimizer_instances pipeline_model_parallel_comm_backend *gtp_weight_remat_size"
+        " hierarchical_context_parallel_sizes",
         "sequences are distributed over context-parallel ranks by this program's packing": "hybrid_context_parallel"
         " max_seqlen_per_dp_cp_rank",
         "the weight table has a tensor for each expert": "moe_single_grouped_*",

@@ -410,6 +410,8 @@ def _read_rope_of(
     if not isinstance(given, dict):
         raise UserError(f"{path}: {source} = {shown(given)}: expected an object")
     kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("type", kind) != kind:
+        raise UserError(f"{path}: {source}.rope_type and {source}.type disagree: {shown(given)}; remove one")
     if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         supported = ", ".join(_ROPE_KINDS)
         raise UserError(f"{path}: {source}.rope_type = {shown(kind)} is not supported; supported: {supported}")

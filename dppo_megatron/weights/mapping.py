@@ -102,19 +102,21 @@ def _attention(a: Architecture) -> Rows:
 def _latent_attention(a: Architecture, latent: Latent) -> Rows:
     hidden, query = a.hidden_size, a.num_heads * a.head_dim
     expanded = a.num_heads * (latent.nope_dim + latent.value_dim)
-    inside: dict[str, tuple[Shape, str]] = {"linear_q_proj.weight": ((query, hidden), "q_proj")}
-    if latent.query_rank:
-        inside = {
-            "linear_q_up_proj.layer_norm_weight": ((latent.query_rank,), "q_a_layernorm"),
-            "linear_q_up_proj.weight": ((query, latent.query_rank), "q_b_proj"),
-            "linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj"),  # SGLang joins it with the next
-        }
-    inside |= {
+    inside: dict[str, tuple[Shape, str]] = {
+        "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
         "linear_kv_down_proj.weight": ((latent.rank + latent.rope_dim, hidden), "kv_a_proj_with_mqa"),
+        # directly after the former: SGLang joins the two within one call (`rollout/sync/channels.py`)
+        **({"linear_q_down_proj.weight": ((latent.query_rank, hidden), "q_a_proj")} if latent.query_rank else {}),
         "linear_kv_up_proj.layer_norm_weight": ((latent.rank,), "kv_a_layernorm"),
         "linear_kv_up_proj.weight": ((expanded, latent.rank), "kv_b_proj"),
-        "linear_proj.weight": ((hidden, a.num_heads * latent.value_dim), "o_proj"),
     }
+    if latent.query_rank:
+        inside |= {
+            "linear_q_up_proj.layer_norm_weight": ((latent.query_rank,), "q_a_layernorm"),
+            "linear_q_up_proj.weight": ((query, latent.query_rank), "q_b_proj"),
+        }
+    else:
+        inside["linear_q_proj.weight"] = (query, hidden), "q_proj"
     rows: Rows = {_LAYERS + "input_layernorm.weight": ((hidden,), (_HF + "input_layernorm.weight",))}
     for key, (shape, name) in inside.items():
         rows[f"{_LAYERS}self_attention.{key}"] = shape, (f"{_HF}self_attn.{name}.weight",)

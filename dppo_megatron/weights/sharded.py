@@ -130,8 +130,8 @@ class WeightStream:
         self._blocks = self._catalogue.blocks
         self._local: dict[tuple[int, Place], list[_Shard]] = {}
         for number, block in enumerate(self._blocks):
-            for place, shards in zip(block.places, local.get(block, ()), strict=False):
-                self._local[number, place] = shards
+            if block in local:
+                self._local |= {(number, place): data for place, data in zip(block.places, local[block], strict=True)}
         self._hf_shapes = hf_shapes(architecture, adapter_rows(architecture) if adapters else ())
         self._model = model
         experts = architecture.experts
