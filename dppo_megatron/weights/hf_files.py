@@ -94,7 +94,7 @@ class CheckpointReader:
         check_shapes(f"checkpoint '{hf_path}'", expected, shapes)
         self.names = list(expected)
         for name, shape in copies.items():
-            if shape != expected[INPUT_NAME] or bool((self.get(name) != self.get(INPUT_NAME)).any()):
+            if shape != expected[INPUT_NAME] or not torch.equal(self.get(name), self.get(INPUT_NAME)):
                 # transformers would load such a checkpoint untied, with a warning
                 raise UserError(
                     f"'{hf_path}': config.json says tie_word_embeddings, but {name} differs from {INPUT_NAME}"

@@ -247,6 +247,9 @@ def _write_item(key: str, place: Place, architecture: Architecture, dtype: torch
 def read_metadata(directory: Path) -> Metadata:
     """The description of the checkpoint's tensors and files, read without running code.
 
+    A damaged or hostile file can still combine the allowed classes in any way, so every attribute that is used later is
+    checked here, and no file may be outside the checkpoint's directory.
+
     Raises:
         UserError: the file is unreadable, names anything but plain data, or has paths that leave `directory`.
     """
@@ -261,9 +264,27 @@ def read_metadata(directory: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise UserError(f"{path}: holds a {type(metadata).__name__} and not torch's Metadata")
     try:
+        for name, tensor in metadata.state_dict_metadata.items():
+            if isinstance(tensor, TensorStorageMetadata):  # others are bytes, which are not read
+                _check_sizes(name, tensor)
         for place in metadata.storage_data.values():
             if Path(place.relative_path).is_absolute() or ".." in Path(place.relative_path).parts:
                 raise UserError(f"{path}: names {place.relative_path!a}, which is not a file inside '{directory}'")
+            _check_numbers((place.offset, place.length))
     except (AttributeError, TypeError, ValueError) as error:  # in a damaged file any attribute may be anything
         raise UserError(f"{path}: the description of its tensors is damaged: {error}") from None
     return metadata
+
+
+def _check_sizes(name: str, tensor: TensorStorageMetadata) -> None:
+    if not isinstance(name, str) or not isinstance(tensor.properties.dtype, torch.dtype):
+        raise TypeError(f"{name!a} has no dtype")
+    for sizes in (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes))):
+        _check_numbers(sizes)
+        if len(sizes) != len(tensor.size):
+            raise ValueError(f"a part of {name!a} has another number of dimensions")
+
+
+def _check_numbers(numbers: tuple[int, ...]) -> None:
+    if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("sizes and offsets must be whole numbers from 0")
