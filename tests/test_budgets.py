@@ -1,4 +1,4 @@
-"""What strangers' programs and archives may take: a template, a gzip file, what a grader prints.
+"""What strangers' programs and archives may take: a template, a gzip file, a huge problem, what a grader prints.
 
 Each ends in a sentence within ten seconds of CPU time, children included; the clock of a busy machine is not asked.
 """
@@ -153,6 +153,16 @@ def test_text_that_is_repeated_is_no_bomb(tmp_path: Path) -> None:
     assert sum(1 for _ in read_file(str(tmp_path / "a.jsonl.gz"))) == 10_000
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", compression="zstd")
     assert sum(1 for _ in read_file(str(tmp_path / "a.parquet"))) == 10_000
+
+
+def test_a_problem_of_60_megabytes(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Only its beginning is tokenized; it is left out, or named."""
+    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "1 + " * 15_000_000, "answer": "2"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with within_limit():
+        assert _loaded(tmp_path / "a.jsonl", tokenizer, overlong="filter").filtered == 1
+    with within_limit(), pytest.raises(UserError, match=r"jsonl:2: the prompt has \d+ tokens, more than"):
+        _loaded(tmp_path / "a.jsonl", tokenizer, overlong="error")
 
 
 def test_what_graders_print_and_return(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,8 @@ class PromptCache:
                 os.close(descriptor)
 
     def read(self, first_index: int) -> tuple[Sequence[Prompt], PromptFeatures, dict[str, Any]] | None:
-        """The prompts, numbered from `first_index`, their features, and the facts that `write` got; None: no file."""
+        """The prompts, numbered from `first_index`, their features, and the facts that `write` got. None: there is no
+        file, another user may have written it, or it is damaged."""
         import pyarrow  # 0.2 s of CPU, as in rows.py
 
         try:

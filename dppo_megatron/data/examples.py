@@ -56,8 +56,8 @@ def load_examples(
             origins = [row.origin for row in rows]
             prompt_texts = render([fields.problem_of(row, settings) for row in rows], origins, settings, tokenizer)
             solutions = [fields.completion_of(row, completion_field, settings) for row in rows]
-            prompts = tokenize(prompt_texts, tokenizer, shared, start)
-            completions = tokenize(solutions, tokenizer, shared)
+            prompts = tokenize(prompt_texts, tokenizer, shared, max_tokens, start)
+            completions = tokenize(solutions, tokenizer, shared, max_tokens)
             for origin, prompt, completion in zip(origins, prompts, completions, strict=True):
                 samples.append(_sample(origin, prompt, completion, tokenizer.eos_token_id))
                 count = len(samples[-1].token_ids)

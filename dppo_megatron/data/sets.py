@@ -52,7 +52,8 @@ class ProblemSet:
     filtered: int
     """Problems left out because their prompt is longer than `max_prompt_tokens`."""
     fingerprint: str
-    """SHA-256 of what was read: order, texts, answers, sources and token ids."""
+    """SHA-256 of what was read: order, texts, answers, sources, and token ids because another tokenizer makes other
+    prompts of the same problems. Not of the files: a set may move, change its format or be compressed."""
     notes: tuple[str, ...]
     """Lines about its rows, such as duplicates, or levels that are not numbers."""
     words: Sequence[Words] = ()
@@ -148,7 +149,7 @@ class _PromptReader:
         settings, read = self._settings, list[tuple[Row, str | fields.Messages, Prompt]]()
         problems = [fields.problem_of(row, settings) for row in rows]
         texts = render(problems, [row.origin for row in rows], settings, self._tokenizer)
-        ids = tokenize(texts, self._tokenizer, self._shared, self._start)
+        ids = tokenize(texts, self._tokenizer, self._shared, settings.max_prompt_tokens, self._start)
         for row, problem, text, token_ids in zip(rows, problems, texts, ids, strict=True):
             level, unknown = fields.level_of(row, settings)
             self.unknown_levels += unknown

@@ -244,16 +244,24 @@ def sequence_start(template: Template, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def tokenize(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, shared: Sequence[int], start: Sequence[int] = ()
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    shared: Sequence[int],
+    most: int,
+    start: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
     """Token ids of each text, in one call.
 
     Args:
         shared: result of `shared_ids`, so that equal ids are one int object: a million prompts of a hundred tokens are
             0.8 GB of pointers, and would be another 3 GB of equal integers.
+        most: tokens that the caller accepts. Of a text that must have more only the beginning is tokenized, because
+            60 MB would take 90 s and up to 18 GB.
         start: `sequence_start`, put before the ids of each text that has any and does not begin with it.
     """
-    batches: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    longest = max(2**20, 128 * (most + 1))  # no token of a vocabulary in use is longer than 128 characters
+    begun = [text[:longest] for text in texts]
+    batches: list[list[int]] = tokenizer(begun, add_special_tokens=False)["input_ids"] if begun else []
     begin = list(start)
     batches = [begin + ids if ids and ids[:1] != begin else ids for ids in batches]
     return [tuple(map(shared.__getitem__, ids)) for ids in batches]

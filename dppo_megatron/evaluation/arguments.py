@@ -179,13 +179,14 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
             f"{where}: only `data` and `eval` of such a file are read, and it has '{unread[0]}': give that on the"
             " command line, or a reward in the set's own entry"
         )
-    config = config_from_values({key: value for key, value in raw.items() if value is not None}, where)
-    given = {*(raw.get("data") or {}), *(raw.get("eval") or {})}
+    # called only for its errors: a reference such as ${seed} is to a setting of the run or config, so it stays
+    config_from_values({key: value for key, value in raw.items() if value is not None}, where)
+    data, sampling = raw.get("data") or {}, raw.get("eval") or {}
     # beside training sets, `where` is about their rows
-    inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if given & {"train_path", "train_sets"} else set())
-    values = config_values(config.data) | config_values(config.eval)
-    common = {key: values[key] for key in given & inherited}
-    if merged := {name: _merged(common, own) for name, own in _sets_of(config).items()}:
+    inherited = (_COMMON | _DROPS_ROWS) - ({"where"} if data.keys() & {"train_path", "train_sets"} else set())
+    common = {key: value for key, value in (data | sampling).items() if key in inherited}
+    sets = {name: {"path": own} for name, own in data.get("eval_paths", {}).items()} | data.get("eval_sets", {})
+    if merged := {name: _merged(common, own) for name, own in sets.items()}:
         return merged
     raise UserError(f"{where}: has no set under data.eval_sets")
 
@@ -217,7 +218,11 @@ def _located(sets: dict[str, dict[str, Any]], word: str, data: Path | None) -> d
 
 def _find_target(text: str, step: int | None, *, follows: bool) -> _Target:
     """The target of a Hugging Face directory, a run directory, or a checkpoint (checkpoints/step_000020, or a converted
-    one). Raises UserError if it is none of these, or the run has no checkpoint of `step`."""
+    one). Raises UserError if it is none of these, or the run has no checkpoint of `step`.
+
+    Args:
+        follows: it is a run directory, which need not have a checkpoint yet: the target has no model.
+    """
     path = Path(text)
     if follows:
         return _of_run(path, None, path / FOLLOWED)
