@@ -1,5 +1,6 @@
 """Graders in processes that can be killed: a grader that hangs or crashes costs one sample, not the run. A hang inside
 C code cannot be interrupted from within a process, so each sample has a deadline, after which its process is replaced.
+Such a grading is a failure with a reason, and never a reward of 0.
 
 Samples of all calls wait in one queue. A lane is a thread with a process. It takes samples in chunks of about 20 ms of
 work at the speed measured so far, since most gradings cost less than a message. Each sample still has its own deadline,

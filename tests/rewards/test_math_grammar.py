@@ -111,7 +111,7 @@ CASES = [
         [r"3 \pmod 5", r"x=5k+3", r"8 \pmod{5}", r"x\equiv -2 \mod 5", r"5k+3"],
         [r"4 \pmod 5", r"3\pmod 6", "x=5k+4"],
     ),
-    case(r"3 \pmod 5", [r"x \equiv 3 \pmod 5", "5n+3"], [r"2 \pmod 5"]),
+    case(r"3 \pmod 5", [r"x \equiv 3 \pmod 5", r"3 \pmod{05}", "5n+3"], [r"2 \pmod 5", r"3 \pmod 0"]),
     case(
         r"\begin{cases} x^2 & x<0 \\ x & x\ge 0\end{cases}",
         [
@@ -283,6 +283,7 @@ CASES = [
     ),
     case(r"\begin{pmatrix}1&0\\0&1\end{pmatrix}", [], [r"\hat i+\hat j", r"\hat i+\hat k"]),
     case(r"(1,1)", [r"\hat\imath+\hat{\jmath}"], ["i+j", r"\hat i\hat j", r"\hat i+\hat j+1"]),
+    case("(1,2,3,4)", [], [r"\hat i+2\hat j+3\hat k"]),
     case("-1", ["i^2"], [r"\hat i\cdot\hat i"]),
     case(
         r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",

@@ -339,6 +339,8 @@ CASES = [
     ),
     case("5", right=[], wrong=["5.1"], row={"source": "OCW"}),
     case("4.2", right=["4.25", "4.1", r"4.2\%", "4.15"], wrong=["4.4", "4.0"], row={"tolerance": "1e-1", "unit": "%"}),
+    case("4.2, 5", right=["4.25, 5.5"], wrong=["4.4, 5"], row={"precision": ["1e-1", 1]}),  # of OlympiadBench
+    case("4.2", right=[], wrong=["4.25"], row={"precision": 1}),  # digits
     case("10^{10^{10}}", right=["10^{10^{10}}", "10^{10000000000}"], wrong=["10^{10^9}", "10", "5"]),
     case(r"11,\! 111,\! 111,\! 100", right=["11111111100", "11,111,111,100"], wrong=[]),
     case(r"\frac{12}{5,\!525}", right=["12/5525", r"\frac{12}{5525}"], wrong=[]),

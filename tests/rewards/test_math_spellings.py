@@ -57,7 +57,8 @@ def test_numbers_in_other_places() -> None:
         + case("1, 2, 3", ["3, 2, 1"], [r"1, 2, 3, \ldots", r"1, 2, \ldots"])
         + case(r"\emptyset", [r"\{\}", r"\text{no solution}"], [r"\{(1,2)\}", r"\{0\}", r"\{\{1\}\}"])
         + case(r"34 \text{ kg}", ["34"], [r"34 \text{ m} \cdot \text{s}^{-1}", r"34\,\mathrm{m\,s^{-1}}"])
-        + case(r"\frac{1}{x}", [r"\frac{1}{x}, x \ne 0"], [r"\frac{1}{x}, 0"]),
+        + case(r"\frac{1}{x}", [r"\frac{1}{x}, x \ne 0"], [r"\frac{1}{x}, 0"])
+        + case(r"x \ne 0", [r"\mathbb{R} \setminus \{0\}"], [r"x \ne 0, \mathbb{R}", r"x \ne 0, [0, 1]"]),
     )
 
 

@@ -208,6 +208,7 @@ CASES = [
     case("1", right=[], wrong=["1 \\text{ unproven }"]),
     case("22", right=["22 \\text{ wide}"], wrong=["22 \\text{ wide of it}"], row={"problem": "It is 4 meters wide."}),
     case("50", right=[], wrong=["50 \\text{ as a bound}"], row={"problem": "Arcs of radius 5 as a bound of a region"}),
+    case("Ann will serve first", right=["Ann"], wrong=["serve", "Bob"], row={"problem": "Who serves first?"}),
     case("C", right=["c"], wrong=[], row={"problem": "Which? (A) 1 (B) 2 (C) 3"}),
     case("C", right=["C"], wrong=["c"], row={"problem": "A circle has the centre C and the chord c."}),
 ]

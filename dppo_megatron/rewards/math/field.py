@@ -3,7 +3,8 @@
 Two different rational functions agree there with a probability of about degree / 2^250. In trees with steps (floor,
 absolute value, maximum), everything that is not a rational function is treated as a letter of its own, with rules that
 hold everywhere: floor(u + 3) is floor(u) + 3; |u| is u or -u, and all combinations of signs are tried, unless u is a
-sum of squares, for example. What these rules do not imply is not proved, as |x^2 - x + 1| = x^2 - x + 1.
+sum of squares, for example. So |x - 5| is not 5 - x, which it equals at every point below 5, and no point has to be
+found where a function changes its branch. What these rules do not imply is not proved, as |x^2 - x + 1| = x^2 - x + 1.
 """
 
 from __future__ import annotations

@@ -162,8 +162,7 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
     (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one; an
     excluded value may follow an expression (`x \\ne 0`)."""
-    items = answer.items if isinstance(answer, AnswerList) else ()
-    if isinstance(answer, AnswerList) and count == 1 and answer.kind != "list":
+    if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
@@ -173,8 +172,10 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
             read = _read(spelled)[0]
             if read is not None and _count(read) == count:
                 return read
-    is_expression = count == 1 and len(items) == 2 and "\\ne" in text and isinstance(items[1], Intervals)
-    return items[0] if is_expression else answer
+    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
+        excluded = answer.items[1]  # with the name of its variable: in `x \\ne 0, \\mathbb{R}` nothing is excluded
+        return answer.items[0] if isinstance(excluded, Intervals) and excluded.name else answer
+    return answer
 
 
 def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:

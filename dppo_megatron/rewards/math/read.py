@@ -42,10 +42,12 @@ _GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
 _MONEY = regex(
     rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
 )
-_PARTS = "max|min(?!u)|cent(?!s)|radius|vert|foc|area|peri|slope|mean|media|quotien|length|width|height|doma|range|ampl"
+_PARTS = (
+    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
+)
 _LABEL = regex(
     r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
-    rf"|\\text\{{\s*((?i:{_PARTS})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
+    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
 _NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)

@@ -42,7 +42,7 @@ _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
     rf"(?:(?P<name>[a-zA-Z])\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
-    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>[1-9]\d{0,8})\s*+\}?\s*+\)?"
+    r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
 _MAX_MODULUS = 60  # of a congruence with `\\not`, for which the other residues are listed
 # conditions in words or by another sign, and their spelling here
@@ -117,7 +117,7 @@ def read_special(text: str, depth: int) -> Answer | None:
 def _residues(text: str, modulus: int, are_excluded: bool) -> Answer | None:
     """The numbers that are congruent to one of the residues in `text`; if `are_excluded`, to none of them."""
     numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
-    residues = {int(number) % modulus for number in numbers}
+    residues = {int(number) % modulus for number in numbers} if modulus else set()
     if are_excluded:
         residues = set(range(modulus)) - residues if modulus <= _MAX_MODULUS else set()
     period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
