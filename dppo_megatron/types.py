@@ -202,7 +202,7 @@ STOPPED_EARLY = Grade(math.nan, failure="was stopped early")
 
 
 def deciding_reward(grade: Grade) -> float:
-    """The reward that decides whether a completion is correct: the first of several named ones. NaN: there is none."""
+    """The reward that decides correctness: the first of several named ones, or the only one. NaN: there is none."""
     return math.nan if grade.undecided else next(iter(grade.parts.values()), grade.reward)
 
 

@@ -69,6 +69,8 @@ class WaterFiller:
 
     def __init__(self, size: FloatArray, lower: FloatArray | float, cost: FloatArray | None = None) -> None:
         size = np.asarray(size, dtype=np.float64)
+        if (wrong := np.flatnonzero(~((size >= 0.0) & (size < np.inf)))).size:  # it would count as a row of size 0
+            raise ValueError(f"size[{wrong[0]}] = {size[wrong[0]]}: must be finite and >= 0")
         self.lower = np.broadcast_to(np.asarray(lower, dtype=np.float64), size.shape)
         self.cost = np.ones_like(size) if cost is None else np.asarray(cost, dtype=np.float64)
         largest = size.max(initial=0.0)
@@ -241,9 +243,8 @@ def design_effect(score: FloatArray, inclusion_prob: FloatArray) -> float:
 def checked_probabilities(inclusion_prob: FloatArray) -> FloatArray:
     """The argument as float64; raises ValueError, with the row, for a value that is NaN or outside [0, 1]."""
     pi = np.asarray(inclusion_prob, dtype=np.float64)
-    if (wrong := ~((pi >= 0.0) & (pi <= 1.0))).any():  # NaN is neither
-        row = int(np.flatnonzero(wrong)[0])
-        raise ValueError(f"inclusion_prob[{row}] = {pi[row]}: must be in [0, 1]")
+    if (wrong := np.flatnonzero(~((pi >= 0.0) & (pi <= 1.0)))).size:  # NaN is neither
+        raise ValueError(f"inclusion_prob[{wrong[0]}] = {pi[wrong[0]]}: must be in [0, 1]")
     return pi
 
 

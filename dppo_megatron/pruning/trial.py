@@ -97,8 +97,7 @@ def try_prompt_policy(
 
     offer(0)
     policy.select(order[:num], step=policy.warmup_steps)
-    # a single prompt has no others
-    _try_draws(cast(Plugged, policy), offer, min(updates, count), epoch, steps)
+    _try_draws(cast(Plugged, policy), offer, min(updates, count), epoch, steps)  # a single prompt has no others
 
 
 def _made_up_outcomes(groups: int, size: int, longest: int) -> tuple[FloatArray, IntArray]:

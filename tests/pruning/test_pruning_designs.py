@@ -98,6 +98,13 @@ def test_waterfill_survives_sizes_of_any_scale():
     assert pi.sum() == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -2.0])
+def test_waterfill_names_the_row_of_a_wrong_size(value):
+    """Else the row would count as one without gradient: without a floor it would never be kept."""
+    with pytest.raises(ValueError, match=rf"size\[1\] = {value}"):
+        WaterFiller(np.array([1.0, value]), 0.0)
+
+
 @given(hnp.arrays(np.float64, st.integers(1, 15), elements=st.floats(0.0, 1.0)), st.randoms())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_systematic_inclusion_probabilities_by_integrating_over_the_start(pi, random):
