@@ -189,6 +189,9 @@ def test_the_same_command_goes_on(tmp_path: Path) -> None:
     assert again == ["environment", "parity"]
     with pytest.raises(UserError, match="another directory"):
         read_record(out, OPTIONS | {"model": "elsewhere"})
+    bytes_of_a_path = OPTIONS | {"model": os.fsdecode(b"\xff")}
+    Record(bytes_of_a_path).write(out)
+    assert read_record(out, bytes_of_a_path) == Record(bytes_of_a_path)
     (out / "accept.json").write_text("{")
     with pytest.raises(UserError, match=r"accept\.json cannot be read"):
         read_record(out, dict(OPTIONS))

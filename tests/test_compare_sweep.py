@@ -315,13 +315,15 @@ def test_an_arm_with_settings_of_its_own(job: list[str]) -> None:
     assert (arm.name, arm.method, arm.steps) == ("dppo@8,2,1e-3,60", "dppo", 60)
     loaded = load_config(CONFIG, [*job, *arm.settings], writes_run=False)
     assert (loaded.steps, loaded.eval.every_steps, loaded.rollout.prompts_per_step) == (60, 24, 8)
-    assert arm_with_settings("grpo", config).steps == 24
+    assert arm_with_settings("grpo", config).steps == arm_with_settings("grpo", config, 1.5).steps == 24
+    assert arm_with_settings("dppo", config, 1.5).steps == 36
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--arm", "dppo@8 steps=3"], "expected a method and settings"),
+        (["--arm", "grpo,dppo steps=3"], "expected a method and settings"),
         (["--arm", "dppo steps=0"], "expected a method and settings"),
         (["--arm", "dppo steps"], "expected a method and settings"),
         (["--arm", ""], "expected a method and settings"),

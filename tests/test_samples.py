@@ -304,3 +304,6 @@ def test_files_without_rows_or_columns(tmp_path: Path) -> None:
     pq.write_table(pa.table({"step": pa.array([1], pa.int32())}), tmp_path / "bare.parquet")
     with pytest.raises(ValueError, match=r"^bare\.parquet: group is missing"):
         read_rows(tmp_path / "bare.parquet", ["step", "group"], 1)
+    pq.write_table(tables[0].append_column("group", tables[0]["group"]), tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"^twice\.parquet: .*exists 2 times"):
+        read_rows(tmp_path / "twice.parquet", ["step", "group"], 1)

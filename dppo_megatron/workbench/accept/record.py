@@ -101,7 +101,8 @@ class Record:
 def read_record(directory: Path, options: dict[str, str]) -> Record:
     """The record in `directory`, or a new one. Raises UserError if it cannot be read, or is for another model."""
     try:
-        record = msgspec.json.decode((directory / FILE).read_bytes(), type=Record)
+        values = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        record = msgspec.convert(values, Record)  # msgspec's own reader refuses lone surrogates: a --model of any bytes
     except FileNotFoundError:
         return Record(options)
     except (OSError, ValueError) as error:

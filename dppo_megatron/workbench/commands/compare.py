@@ -77,9 +77,10 @@ def execute(arguments: argparse.Namespace) -> int:
     arms = sweep.best_of(arguments.tuned, config) if arguments.tuned else []
     if methods and not arguments.tuned:
         arms = compared.parse_arms(methods, config, factor)
-    arms += [sweep.arm_with_settings(text, config) for text in arguments.arm]
+    arms += [sweep.arm_with_settings(text, config, factor) for text in arguments.arm]
     if len({arm.name for arm in arms}) < len(arms):
-        raise UserError(f"--arm: {', '.join(arm.name for arm in arms)}: two are the same")
+        names = ", ".join(arm.name for arm in arms)
+        raise UserError(f"--arm: {names}: two are the same; a name has the values of the settings, not their keys")
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out

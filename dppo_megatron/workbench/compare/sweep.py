@@ -83,7 +83,7 @@ def candidates(methods: str, grid: Grid, config: Config, steps_factor: float) ->
     ]
 
 
-def arm_with_settings(text: str, config: Config) -> Arm:
+def arm_with_settings(text: str, config: Config, steps_factor: float = 1.0) -> Arm:
     """The arm of `--arm`, evaluated after as many completions as the others. Raises UserError as `candidates` does.
 
     Example: `dppo rollout.prompts_per_step=32 actor.optimizer.learning_rate=5e-4 steps=160`, named
@@ -91,11 +91,11 @@ def arm_with_settings(text: str, config: Config) -> Arm:
     """
     method, *settings = text.split() or [""]
     values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
-    known = bool(method) and "@" not in method and all(map(_VALUE.fullmatch, values.values()))
+    known = bool(method) and not re.search("[@,]", method) and all(map(_VALUE.fullmatch, values.values()))
     steps = values.pop("steps", "")
     if not known or (steps and not (steps.isdecimal() and int(steps))):
         raise UserError(f"--arm '{text}': expected a method and settings, such as 'grpo {PROMPTS}=32 steps=160'")
-    arm = _with_values(method, {PROMPTS: str(config.rollout.prompts_per_step), **values}, config, 1.0, "--arm")
+    arm = _with_values(method, {PROMPTS: str(config.rollout.prompts_per_step), **values}, config, steps_factor, "--arm")
     if not steps:
         return arm
     return replace(arm, name=f"{arm.name},{steps}", steps=int(steps), settings=(*arm.settings, f"steps={steps}"))

@@ -60,11 +60,11 @@ def _table(path: Path, columns: Sequence[str], step: int | None) -> pa.Table:
             table = file.read_row_groups(groups, columns=list({*columns, "step"}), use_threads=False)
             if step is not None:
                 table = table.filter(pa.array(table.column("step").to_numpy() == step))
+            if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
+                raise ValueError(f"{unknown[0]} holds nulls")
+            return table.select(columns)
     except (pa.ArrowException, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    if unknown := [name for name in columns if name not in _NULLABLE and table.column(name).null_count]:
-        raise ValueError(f"{path.name}: {unknown[0]} holds nulls")
-    return table.select(columns)
 
 
 def _may_hold(group: Any, step: int | None) -> bool:
