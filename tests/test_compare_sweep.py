@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -310,9 +311,11 @@ def test_an_arm_with_settings_of_its_own(job: list[str]) -> None:
     grid = {PROMPTS: ["8"], GROUP: ["2"], RATE: ["1e-3"]}
     [candidate] = candidates("dppo", grid, config, 1.0)
     text = f"dppo {PROMPTS}=8 {GROUP}=2 {RATE}=1e-3"
-    assert arm_with_settings(text, config) == candidate and candidate.steps == 96
+    same = arm_with_settings(text, config)
+    assert replace(same, name=candidate.name) == candidate and candidate.steps == 96
     arm = arm_with_settings(f"{text} steps=60", config)
-    assert (arm.name, arm.method, arm.steps) == ("dppo@8,2,1e-3,60", "dppo", 60)
+    assert (arm.name, arm.method, arm.steps) == (f"{same.name},steps=60", "dppo", 60)
+    assert same.name == "dppo@8,completions_per_prompt=2,learning_rate=1e-3"
     loaded = load_config(CONFIG, [*job, *arm.settings], writes_run=False)
     assert (loaded.steps, loaded.eval.every_steps, loaded.rollout.prompts_per_step) == (60, 24, 8)
     assert arm_with_settings("grpo", config).steps == arm_with_settings("grpo", config, 1.5).steps == 24
@@ -355,7 +358,7 @@ def test_what_a_sweep_found_is_compared_on_other_seeds(
         f"seed{seed} {method}@8,1e-3,linear" for seed in (50, 51) for method in {"grpo", baseline, "dppo"}
     }
     again, one_more = swept("--tuned", best, "--seeds", "2", "seed=50", "--arm", f"grpo {PROMPTS}=8 steps=2")
-    assert (again, one_more) == (0, ["seed50 grpo@8,2", "seed51 grpo@8,2"]), "what has run is kept"
+    assert (again, one_more) == (0, ["seed50 grpo@8,steps=2", "seed51 grpo@8,steps=2"]), "what has run is kept"
     alone, same = swept("--seeds", "2", "seed=50", "--arm", f"grpo {PROMPTS}=8 steps=2")
     assert (alone, same) == (0, []), "without other methods"
     capsys.readouterr()

@@ -80,7 +80,7 @@ def execute(arguments: argparse.Namespace) -> int:
     arms += [sweep.arm_with_settings(text, config, factor) for text in arguments.arm]
     if len({arm.name for arm in arms}) < len(arms):
         names = ", ".join(arm.name for arm in arms)
-        raise UserError(f"--arm: {names}: two are the same; a name has the values of the settings, not their keys")
+        raise UserError(f"--arm: {names}: two are the same")
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out

@@ -87,7 +87,7 @@ def arm_with_settings(text: str, config: Config, steps_factor: float = 1.0) -> A
     """The arm of `--arm`, evaluated after as many completions as the others. Raises UserError as `candidates` does.
 
     Example: `dppo rollout.prompts_per_step=32 actor.optimizer.learning_rate=5e-4 steps=160`, named
-    `dppo@32,5e-4,160`.
+    `dppo@32,learning_rate=5e-4,steps=160`: arms may differ in any key, unlike the candidates of a sweep.
     """
     method, *settings = text.split() or [""]
     values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
@@ -96,9 +96,9 @@ def arm_with_settings(text: str, config: Config, steps_factor: float = 1.0) -> A
     if not known or (steps and not (steps.isdecimal() and int(steps))):
         raise UserError(f"--arm '{text}': expected a method and settings, such as 'grpo {PROMPTS}=32 steps=160'")
     arm = _with_values(method, {PROMPTS: str(config.rollout.prompts_per_step), **values}, config, steps_factor, "--arm")
-    if not steps:
-        return arm
-    return replace(arm, name=f"{arm.name},{steps}", steps=int(steps), settings=(*arm.settings, f"steps={steps}"))
+    named = [setting.rpartition(".")[2] for setting in settings if not setting.startswith(f"{PROMPTS}=")]
+    arm = replace(arm, name=",".join([arm.name.partition(",")[0], *named]))
+    return replace(arm, steps=int(steps), settings=(*arm.settings, f"steps={steps}")) if steps else arm
 
 
 def _with_values(method: str, values: Mapping[str, str], config: Config, steps_factor: float, option: str) -> Arm:
