@@ -31,7 +31,7 @@ from torch.multiprocessing import reductions
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import Config
 from dppo_megatron.evaluation import standalone
-from dppo_megatron.job import Job, prepare_job
+from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import launched_servers
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Launched, connect
@@ -265,7 +265,7 @@ def test_weights_from_files_do_not_go_over_nccl(
     engine = MagicMock(description="")
     monkeypatch.setattr(standalone, "ServerEngine", lambda *_, **options: made.append(options) or engine)
     of_servers = {"rollout__engine": "vllm", "rollout__servers__launch": "local"}
-    _engine_of_an_evaluation(prepare_job(job_config(files, files / "run", **of_servers), 1))
+    standalone._engine(prepare_job(job_config(files, files / "run", **of_servers), 1))
     assert made == [{"has_actor": False}]
 
 
@@ -282,13 +282,9 @@ def test_servers_of_an_evaluation_get_the_places_that_are_named(files: Path, mon
     monkeypatch.setattr(launched_servers, "make_servers", would_start)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(UserError, match=r"^2,3$"):
-        _engine_of_an_evaluation(job)
+        standalone._engine(job)
     with pytest.raises(UserError, match=r"position 0 in CUDA_VISIBLE_DEVICES = 2,3 is a training rank's GPU \(1 train"):
         ServerEngine(config, job.architecture, job.tokenizer)
-
-
-def _engine_of_an_evaluation(job: Job) -> None:
-    standalone.EngineAndGraders.engine(SimpleNamespace(job=job, _engine=None), job)  # type: ignore[arg-type]
 
 
 def _connected(fake: FakeVLLM, files: Path, channel: str, device: str = "cpu") -> ConnectedServers:

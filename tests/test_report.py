@@ -183,14 +183,15 @@ def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:
         {"step": 2, trained: 0, "train/entropy": 0.3, "kept/product_ess": 0.6, "rollout/truncated_share": 0.7},
         {"step": 3, trained: 8, "train/entropy": 0.0, "kept/mismatch/logprob_abs_diff_mean": 9.0, "pack/padding": 0.0},
         {"step": 4, trained: 8, "train/entropy": 0.0, "reward/mean": 0.95},  # solved: nothing to explore for
+        {"step": 5, trained: 0, "reward/mean": 1.0},  # nor to train on
     ]
     rows[2]["reward/mean"] = 0.5
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = read_run(tmp_path)
-    assert run.columns["train/entropy"] == [None, 0.3, 0.0, 0.0]
-    assert run.columns["kept/product_ess"] == [0.5, 0.6, None, None]
-    assert run.columns["pack/padding"] == [None, None, 0.0, None]
-    assert run.columns["rollout/truncated_share"] == [None, 0.7, None, None]
+    assert run.columns["train/entropy"] == [None, 0.3, 0.0, 0.0, None]
+    assert run.columns["kept/product_ess"] == [0.5, 0.6, None, None, None]
+    assert run.columns["pack/padding"] == [None, None, 0.0, None, None]
+    assert run.columns["rollout/truncated_share"] == [None, 0.7, None, None, None]
     found = {one.text.split(" (")[1]: one.steps for one in findings(run) if " (" in one.text}
     assert found == {
         "kept/mismatch/logprob_abs_diff_mean)": "3",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import chain, pairwise
@@ -98,15 +98,12 @@ class EngineAndGraders:
 
     def engine(self, job: Job) -> Engine:
         """The engine with the weights of `job.checkpoint`; the first call starts it."""
-        config, is_first = self.job.config, self._engine is None
-        if self._engine is None and config.rollout.engine == "hf":
-            self._engine = engine_from_files(config, self.job.tokenizer, job.checkpoint)
-        else:
-            if self._engine is None:  # from the settings' model, as a run's checkpoint is no Hugging Face directory
-                self._engine = ServerEngine(config, self.job.architecture, self.job.tokenizer, has_actor=False)
-            self._engine.load_checkpoint(job.checkpoint)
-        if is_first:
+        if self._engine is None:
+            # servers start from the settings' model, as a checkpoint of the run is not a Hugging Face directory
+            self._engine = _engine(replace(self.job, checkpoint=job.checkpoint))
             show(self._engine.description)
+        else:
+            self._engine.load_checkpoint(job.checkpoint)
         return self._engine
 
     def close(self) -> None:
@@ -340,6 +337,18 @@ def level_lines(levels: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
         f"{name} by level: " + ", ".join(f"{level} {percent(one)} ({one.problems})" for level, one in each.items())
         for name, each in levels.items()
     ]
+
+
+def _engine(job: Job) -> Engine:
+    if job.config.rollout.engine == "hf":
+        return engine_from_files(job.config, job.tokenizer, job.checkpoint)
+    engine = ServerEngine(job.config, job.architecture, job.tokenizer, has_actor=False)
+    try:
+        engine.load_checkpoint(job.checkpoint)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _interval(one: Estimate) -> str:

@@ -40,9 +40,8 @@ def findings(run: RunRecord) -> list[Finding]:
     alarm = finite_number(run.setting("rollout.limits.logprob_diff_warning", None))
     alarm = _MISMATCH_ALARM if alarm is None else alarm
     differs = f"engine and actor differ by > {alarm:g}"
-    # above a mean reward of 0.8 there is little left to explore or to train on: the quickstart ends like that
+    # above a reward of 0.8 there is little left to explore: the quickstart ends like that
     stopped = "entropy below 0.01, at a mean reward below 0.8: the policy has almost stopped exploring"
-    nothing = "nothing was trained on, at a mean reward below 0.8"
     rules: list[tuple[str, str, Callable[..., bool], str]] = [
         ("bad", "train/skipped_updates", lambda v: v > 0, "an update was skipped: loss or gradient was not finite"),
         ("warning", "observe/tracker_failures", lambda v: v > 0, "a tracker has missed steps or failed"),
@@ -51,7 +50,6 @@ def findings(run: RunRecord) -> list[Finding]:
         ("warning", "kept/mismatch/logprob_abs_diff_mean", lambda v: v > alarm, differs),
         ("warning", "rollout/truncated_share", lambda v: v > 0.5, "more than half of the completions were truncated"),
         ("note", "train/entropy, reward/mean", lambda v, mean: v < 0.01 and mean < 0.8, stopped),
-        ("note", "prune/completions_trained, reward/mean", lambda v, mean: v == 0 and mean < 0.8, nothing),
         # a step has at least one micro-batch, any part of which may be free
         ("note", "pack/fill, pack/microbatches", lambda v, n: v < 0.5 and n > 1, "micro-batches are not half full"),
     ]
@@ -60,8 +58,16 @@ def findings(run: RunRecord) -> list[Finding]:
         steps = [step for step, *known in values if None not in known and step and is_odd(*known)]
         if steps:
             found.append(Finding(level, f"{text} ({keys})", _spans(steps)))
-    found += _skipping(run)
+    found += _untrained(run) + _skipping(run)
     return sorted(found, key=lambda one: ("bad", "warning", "note").index(one.level))
+
+
+def _untrained(run: RunRecord) -> list[Finding]:
+    """A note on steps that trained on nothing, but where nearly all answers were right, as at the quickstart's end."""
+    columns = [run.columns.get(key, [None] * len(run.steps)) for key in ("prune/completions_trained", "reward/mean")]
+    rows = zip(run.steps, *columns, strict=True)
+    steps = [step for step, trained, mean in rows if step and trained == 0 and (mean is None or mean < 0.8)]
+    return [Finding("note", "nothing was trained on (prune/completions_trained)", _spans(steps))] if steps else []
 
 
 def _skipping(run: RunRecord) -> list[Finding]:
