@@ -348,6 +348,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = false is not supported"),
     "part_of_qwen": ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
     "top_9": ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is more than num_experts = 4"),
+    "experts_huge": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4096, "num_local_experts": 4096, "layer_types": None},
+        "at most 131072 are supported",
+    ),
     "images": (
         "gemma3",
         {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},

@@ -203,6 +203,8 @@ def test_recipes_of_others(num_layers: int, actor: ActorConfig, stages: Stages) 
         (_actor(2, **{LAYOUT: "t*4|Et*3L"}), "must start with E"),
         (_actor(2, **{LAYOUT: "Et*4|t*3mL"}), "which no model family here has"),
         (_actor(2, **{LAYOUT: "Et*4 | t*3L"}), "only E, t, L, |, a comma"),
+        (_actor(2, **{LAYOUT: "Et*999999999|t*3L"}), "is longer than 8192"),
+        (_actor(2, **{LAYOUT: f"Et*{'0' * 6}999999999|t*3L"}), "is longer than 8192"),
         (_actor(2, **{LAYOUT: 4}), "must be a text such as"),
         (_actor(2, **{LAYOUT: [["embedding", "layer"], ["loss"]]}), "must be a list of lists of embedding, decoder"),
     ],

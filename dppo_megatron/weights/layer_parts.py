@@ -109,11 +109,19 @@ def deinterleave(pairs: Tensor) -> Tensor:
     return pairs.reshape(*pairs.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
+_MOST_EXPERTS = 2**17
+"""Over all layers. A larger number is taken for a damaged size, which would take minutes of listing names; the largest
+open models have 23,000."""
+
+
 def read_experts(values: Mapping[str, Any], family: str, path: Path) -> Experts:
     """From the values of `config_keys.READ`. Raises `UserError` for what Megatron-core's router does not support."""
     name = "n_routed_experts" if family in SIGMOID else "num_experts"
     count, per_token = values[name], values["num_experts_per_tok"]
     normalized = values.get("norm_topk_prob", True)
+    total = values["num_hidden_layers"] * count
+    if total > _MOST_EXPERTS:
+        raise UserError(f"{path}: num_hidden_layers x {name} = {total}: at most {_MOST_EXPERTS} are supported")
     if per_token > count:
         raise UserError(f"{path}: num_experts_per_tok = {per_token} is more than {name} = {count}")
     if per_token == 1 and normalized:  # every weight would be 1, and the router would not learn

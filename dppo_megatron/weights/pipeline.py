@@ -20,6 +20,8 @@ FIRST, LAST, EMBEDDING, LOSS, LAYOUT = UNEVEN_STAGES
 UNEVEN_HINT = f"; for stages of unequal size see actor.megatron.{LAYOUT} (docs/actor.md)"
 
 _LETTERS = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+_MOST_LETTERS = 8192
+"""Longest layout; the schema allows models of 4,096 layers."""
 
 
 def split_layers(num_layers: int, actor: ActorConfig) -> Stages:
@@ -138,7 +140,10 @@ def _parts(layout: Any, setting: str) -> list[str]:
     if not isinstance(layout, str):
         raise UserError(f"{setting}: must be a text such as 'Et*24|t*22L', or a list of lists")
     unrolled = layout.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*([0-9]+)", r"(.)\*([0-9]+)"):
+    for pattern in (r"\(([^)]+)\)\*0*([0-9]+)", r"(.)\*0*([0-9]+)"):
+        # six digits suffice for the check (int() refuses more than 4,300); the pattern skips leading zeros
+        if sum(len(part) * int(times[:6]) for part, times in re.findall(pattern, unrolled)) > _MOST_LETTERS:
+            raise UserError(f"{setting}: is longer than {_MOST_LETTERS} layers and stages")
         unrolled = re.sub(pattern, lambda match: match[1] * int(match[2]), unrolled)
     if unknown := "".join(sorted(set(unrolled) - set("EtLm|"))):
         raise UserError(f"{setting}: {unknown!r}: only E, t, L, |, a comma and ( ) * with a number are allowed")

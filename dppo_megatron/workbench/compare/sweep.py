@@ -87,7 +87,7 @@ def arm_with_settings(text: str, config: Config, steps_factor: float = 1.0) -> A
     """The arm of `--arm`, evaluated after as many completions as the others. Raises UserError as `candidates` does.
 
     Example: `dppo rollout.prompts_per_step=32 actor.optimizer.learning_rate=5e-4 steps=160`, named
-    `dppo@32,learning_rate=5e-4,steps=160`: arms may differ in any key, unlike the candidates of a sweep.
+    `dppo@32,learning_rate=5e-4,steps=160`: arms may differ in any key.
     """
     method, *settings = text.split() or [""]
     values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
@@ -102,14 +102,16 @@ def arm_with_settings(text: str, config: Config, steps_factor: float = 1.0) -> A
 
 
 def _with_values(method: str, values: Mapping[str, str], config: Config, steps_factor: float, option: str) -> Arm:
-    """`method` with these settings, the prompts of a step among them, and their values in its name."""
+    """`method` with these settings, the prompts of a step among them. They are in its name: the usual ones by their
+    values alone, others with their keys, as a directory that has the name of another setting would be replaced."""
     prompts, others = values[PROMPTS], {key: value for key, value in values.items() if key != PROMPTS}
     (arm,) = parse_arms(f"{method}@{prompts}", _of_group_size(config, others), steps_factor)
     reserved = {"seed", "run_dir", *(setting.partition("=")[0] for setting in arm.settings)}
     if taken := reserved & others.keys():
         raise UserError(f"{option} {taken.pop()}: compare sets it itself for {method}")
     settings = *arm.settings, *(f"{key}={value}" for key, value in others.items())
-    return replace(arm, name=",".join([arm.name, *others.values()]), settings=settings)
+    named = [one if key in (GROUP, RATE, SCHEDULE) else f"{key}={one}" for key, one in others.items()]
+    return replace(arm, name=",".join([arm.name, *named]), settings=settings)
 
 
 def _of_group_size(config: Config, values: Mapping[str, str]) -> Config:
