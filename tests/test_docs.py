@@ -80,6 +80,11 @@ def _nav(entry: Any) -> list[str]:
     return [page for value in values for page in _nav(value)]
 
 
+def test_the_pages_have_at_most_40000_words() -> None:
+    """As `cat docs/*.md README.md | wc -w` counts: whoever adds some takes away what is told twice."""
+    assert sum(len(_text(page).split()) for page in EVERY_PAGE) <= 40_000
+
+
 def test_the_site_has_every_page_once() -> None:
     site = yaml.safe_load(_text(REPOSITORY / "mkdocs.yml"))
     pages = _nav(site["nav"])
