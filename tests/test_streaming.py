@@ -3,7 +3,11 @@ test's."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,18 @@ from dppo_megatron.rollout.servers.wire import Completed, Event, GenerateRequest
 from dppo_megatron.run import Run
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.steps.step import Step
+
+
+def test_a_step_takes_what_its_tokens_take() -> None:
+    """In virtual time, over simulated servers that follow the roofline: at most 1.10 times at full load once a step
+    streams into the next (docs/engines.md has 12 steps), and more than that without."""
+    script = str(Path(__file__).parents[1] / "benchmarks" / "streaming.py")
+    command = [sys.executable, script, "--only", "128", "--steps", "5", "--ahead", "0", "1"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ratios = re.findall(r"K=0 ([\d.]+)  K=1 ([\d.]+)", shown)
+    assert len(ratios) == 2, shown
+    for without, streaming in ratios:
+        assert float(streaming) <= 1.10 < float(without), shown
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,10 @@ def test_the_ledger_says_what_a_selection_of_tokens_is(
     for row, other in zip(one, two, strict=True):
         [mine] = row["own"]
         assert row["own"] == other["own"] and mine["label"] == label and 0.3 < mine["kept_fraction"] < 0.7
+        # tokens drawn with 1/2 about double the variance, which the growth by the other draws does not say
+        totals = {"prune/design_effect", "prune/realised_design_effect"}
+        assert totals & row.keys() == (set() if function == "half" else totals)
+        assert "prune/completion_design_effect" in row
         for key in ("train/loss", "train/grad_norm", "tokens/trained"):
             assert other[key] == pytest.approx(row[key], rel=1e-4, abs=1e-7), key
 

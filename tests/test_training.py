@@ -114,12 +114,20 @@ FIGURES = {
 """Under `train/` and `mismatch/`. To add one: the tests of `test_figures.py` hold what `RolloutTable.metrics`,
 `Mismatch.metrics` and a loss's diagnostics return to be the policy's; anything else begins with `kept/`."""
 
+MEANS_OF_ROLLOUT = {
+    *("reward/mean", "reward/boxed_share", "reward/parsed_share", "rollout/truncated_share"),
+    *("rollout/completion_tokens_mean", "rollout/missing_reward_mean", "rollout/missing_tokens_mean"),
+}
+"""Under `rollout/` and `reward/`: each is of the whole rollout. To add one, show that it is not of what was kept only."""
+
 
 def test_figures_are_of_the_policy_or_are_called_kept(finished: Path, unpruned: list[dict[str, Any]]) -> None:
     """In every step nothing but what is known to estimate the whole rollout's; alike with and without pruning."""
     for row in [*read_metrics(finished)[1:], *unpruned[1:]]:
         assert {name for name in row if name.startswith(("train/", "mismatch/"))} == FIGURES
         assert {name for name in row if name.startswith("kept/")} == {"kept/product_ess"}
+        means = {name for name in row if name.startswith(("rollout/", "reward/")) and name.endswith(("mean", "share"))}
+        assert means == MEANS_OF_ROLLOUT
     first, whole = read_metrics(finished)[1], unpruned[1]
     assert first["prune/completions_trained"] < whole["prune/completions_trained"]
     assert first["train/entropy"] == whole["train/entropy"], "step 1, no prompt skipped yet: the same rollout"

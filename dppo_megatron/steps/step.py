@@ -70,6 +70,9 @@ class StepRecord:
             row = replace(row, label="biased", note=f"weights of {tokens.path}")
             row = row.with_bias(None, "what sums with these weights estimate is not known")
             self.metrics.pop("prune/bias_estimate", None)  # it covers only the other rows
+        if "probabilities" in tokens.given:  # these cover the other draws; the parts of each stage stay
+            for name in ("prune/design_effect", "prune/realised_design_effect"):
+                self.metrics.pop(name, None)
         self.ledger += (row,)
 
     def line(self) -> dict[str, Any]:
