@@ -345,11 +345,8 @@ class Decoder:
         """Layer, or () outside of them -> Megatron's key without the layer -> one uninitialized tensor for all that the
         key is made of, of experts [E, ...]; `named` gets the views. Unlike in Megatron's tensor, all heads of queries
         come first, then those of keys. Raises UserError for a provider that divides weights otherwise."""
-        a, shapes, tensors = (
-            self._architecture,
-            mapping.hf_shapes(self._architecture),
-            dict[mapping.Place, dict[str, Tensor]](),
-        )
+        a, tensors = self._architecture, dict[mapping.Place, dict[str, Tensor]]()
+        shapes = mapping.hf_shapes(a)
         divided, provided = mapping.table(replace(a, provided_names=())), mapping.table(a)
         for key, place in mapping.in_layer_order(a):
             if len(divided[key]) != len(provided[key]):
@@ -365,9 +362,8 @@ class Decoder:
                 continue
             if short not in own:
                 experts = (a.experts.count,) if a.experts and mapping.is_expert(key) else ()
-                own[short] = self._empty(
-                    *experts, *shape, dtype=torch.float32 if short == mapping.EXPERT_BIAS else None
-                )
+                dtype = torch.float32 if short == mapping.EXPERT_BIAS else None
+                own[short] = self._empty(*experts, *shape, dtype=dtype)
             whole = own[short][where[1]] if mapping.is_expert(key) else own[short]
             self.named |= zip(names, whole.split([shapes[name][0] for name in names]), strict=True)  # type: ignore[no-untyped-call]
         return tensors
