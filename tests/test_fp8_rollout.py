@@ -19,7 +19,7 @@ from support.launch import run_ranks
 from support.served import prompts_of, requests_for
 from support.settings import rollout_config
 from support.tiny import FAMILIES, Parallel, build_actor, write_model
-from support.true_shapes import MODELS, write_config
+from support.true_shapes import GLM, LARGEST, LONG, write_config
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.config.schema import Config
@@ -220,17 +220,25 @@ def test_what_is_rounded_are_the_linear_layers(tmp_path: Path, family: str) -> N
     assert sum(tensor.nbytes for _, tensor in sent) == _sent_bytes(shapes, rounded)[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+SHARES = {LARGEST: 0.5029, GLM: 0.5065, "qwen3_30b_a3b": 0.5105, "qwen3_32b": 0.5239}
+SHARES |= {"qwen3_4b": 0.5485, "qwen3_8b": 0.5761, LONG: 0.5761}
+"""Bytes of a sync in FP8 over those in bfloat16, for every model that a recipe trains (docs/engines.md)."""
+
+
+@pytest.mark.parametrize("name", SHARES)
 def test_a_sync_of_a_real_model_is_about_half(tmp_path: Path, name: str) -> None:
-    """Exactly half and the scales of what is rounded; the embedding and the output layer stay, an eighth of 8B."""
+    """Exactly half and the scales of what is rounded, at most 0.52 in all of a mixture. Dense models send more, as the
+    embedding and the output layer stay, 15 % of 8B: neither engine loads these in blocks."""
     architecture = read_architecture(write_config(tmp_path, name))
     shapes, rounded = hf_shapes(architecture), rounded_names(architecture)
-    assert {len(shapes[name]) for name in set(shapes) - rounded if "layers" in name and "gate" not in name} == {1}
+    kept = {one for one in set(shapes) - rounded if "layers" in one and "gate." not in one and len(shapes[one]) > 1}
+    halves = {f"model.layers.0.mlp.{half}_proj.weight" for half in ("gate", "up")}  # of 10,944 rows each, 85.5 blocks
+    assert kept == (halves if name == GLM else set())
     of_rounded, plain = _sent_bytes({name: shapes[name] for name in rounded}, rounded)
     assert of_rounded / plain < 0.5002
     sent, plain = _sent_bytes(shapes, rounded)
-    print(name, sent / plain)
-    assert sent / plain < {"qwen3_30b_a3b": 0.52, "qwen3_32b": 0.53, "qwen3_8b": 0.58, "qwen3_4b": 0.56}[name]
+    assert sent / plain == pytest.approx(SHARES[name], abs=1e-4)
+    assert (sent / plain <= 0.52) == (architecture.experts is not None)
 
 
 @pytest.mark.parametrize(

@@ -352,16 +352,16 @@ def output_weight(model: GPTModel) -> Tensor:
     return weight
 
 
-_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-_LATENT = {
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-"""Key prefix of a local layer's norm -> that of Transformer Engine's spec, which fuses norm and linear layer."""
+def _norm_keys(architecture: Architecture, has_experts: bool) -> dict[str, str]:
+    """Key prefix of a norm that is a layer's own module -> that of Transformer Engine's spec, which fuses it with the
+    linear layer after it."""
+    if architecture.latent is None:
+        keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    else:
+        ups = {"q_layernorm": "linear_q_up_proj", "kv_layernorm": "linear_kv_up_proj"}
+        keys = {f"self_attention.{norm}.": f"self_attention.{up}.layer_norm_" for norm, up in ups.items()}
+    # not fused with experts, so it keeps its own key
+    return keys if has_experts else keys | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def _block_spec(
@@ -396,9 +396,7 @@ def _local_layer(architecture: Architecture, config: TransformerConfig, has_expe
         normalization="RMSNorm",
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    keys = layer.submodules.sharded_state_dict_keys_map = dict(_NORMS if architecture.latent is None else _LATENT)
-    if has_experts:  # Transformer Engine's spec does not fuse this norm with the experts, so it keeps its own key
-        del keys["pre_mlp_layernorm."]
+    layer.submodules.sharded_state_dict_keys_map = _norm_keys(architecture, has_experts)
     attention = layer.submodules.self_attention.submodules
     if architecture.latent is not None:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
@@ -425,25 +423,23 @@ def _te_layer(architecture: Architecture, config: TransformerConfig, has_experts
         multi_latent_attention=architecture.latent is not None,
     )
     if architecture.lora is not None:
-        _separate_norms(layer.submodules, has_experts)
+        _separate_norms(layer.submodules, architecture, has_experts)
     return layer
 
 
-def _separate_norms(layer: Any, has_experts: bool) -> None:
+def _separate_norms(layer: Any, architecture: Architecture, has_experts: bool) -> None:
     """Separate the norms from the linear layers after them, under the same keys: adapters need the normed inputs."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
-    attention, keys = layer.self_attention.submodules, layer.sharded_state_dict_keys_map
-    if hasattr(attention, "linear_qkv"):
+    attention = layer.self_attention.submodules
+    if architecture.latent is None:
         layer.input_layernorm, attention.linear_qkv = TENorm, TEColumnParallelLinear
-        keys |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     else:
         attention.q_layernorm = attention.kv_layernorm = TENorm
         attention.linear_q_up_proj = attention.linear_kv_up_proj = TEColumnParallelLinear
-        keys |= {ours: key for ours, key in _LATENT.items() if "self_attention" in ours}
     if not has_experts:
         layer.pre_mlp_layernorm, layer.mlp.submodules.linear_fc1 = TENorm, TEColumnParallelLinear
-        keys |= {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    layer.sharded_state_dict_keys_map |= _norm_keys(architecture, has_experts)
 
 
 def _norm_residuals(layer: Any, norm: Any, config: TransformerConfig) -> None:

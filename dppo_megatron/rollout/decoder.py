@@ -13,19 +13,22 @@ running row moves to its place: as many rows are copied as have ended. The calle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dppo_megatron.types import UserError
+from dppo_megatron.weights import mapping
 from dppo_megatron.weights.architecture import Architecture
-from dppo_megatron.weights.layer_parts import Experts, Latent, deinterleave
-from dppo_megatron.weights.mapping import CORRECTION_BIAS, own_and_provided
+from dppo_megatron.weights.layer_parts import Experts, deinterleave
 
 _SPARE_TOKENS = 16
 """Capacity behind the prompt at first. More would not pay: touching new memory costs as much as copying when the cache
 grows, and by then most completions of a short task have ended."""
+_HEAD_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+_QK_NORM = "qk_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +120,12 @@ class _FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
-class _LatentHeads:
-    """Low-rank projections of multi-head latent attention."""
-
-    query_down: Tensor | None
-    query_norm: Tensor | None
-    query_up: Tensor
-    down: Tensor
-    """[rank + rope_dim, hidden], of keys and values."""
-    norm: Tensor
-    up: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _DecoderLayer:
     input_norm: Tensor
-    qkv: Tensor | _LatentHeads
-    """[(H + 2 K) D, hidden] for H query heads and K key-value heads: queries, keys, values."""
+    qkv: Tensor | None
+    """[(H + 2 K) D, hidden] for H query heads and K key-value heads: queries, keys, values. None: latent attention."""
+    latent: dict[str, Tensor]
+    """Weights of latent attention, by Megatron's names below `self_attention.`; shapes are in `weights/mapping.py`."""
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
     """[H + K, D]: the query norm once per query head, then the key norm once per key-value head."""
@@ -159,14 +151,11 @@ class Decoder:
         self._architecture, self._dtype, self._device = a, dtype, device
         self.named: dict[str, Tensor] = {}
         """Name in the checkpoint -> the view that its values must be copied into."""
-        self._embedding = self._new("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-        self._layers = [self._layer(index) for index in range(a.num_layers)]
-        self._norm = self._new("model.norm.weight", a.hidden_size)
-        self._output = (
-            self._embedding if a.tied_embeddings else self._new("lm_head.weight", a.vocab_size, a.hidden_size)
-        )
-        if a.provided_names:
-            self.named = {provided: self.named[own] for own, provided in own_and_provided(a)}
+        by_layer = self._tensors()
+        outside = by_layer[()]
+        self._layers = [self._layer(index, by_layer[index,]) for index in range(a.num_layers)]
+        self._embedding, self._norm = outside[mapping.EMBEDDING], outside["decoder.final_layernorm.weight"]
+        self._output = outside.get(mapping.OUTPUT, self._embedding)
         ropes = [a.rope, *([a.gemma.local_rope] if a.gemma else [])]
         self._ropes = [(torch.tensor(rope.frequencies, device=device), rope.scale) for rope in ropes]
         """For layers without a sliding window, and for layers with one."""
@@ -243,8 +232,8 @@ class Decoder:
     def _heads(self, layer: _DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B n, hidden] -> queries and keys [B n, H + K, D], before the rotary embedding, and values [B n, K, D]."""
         a = self._architecture
-        if isinstance(layer.qkv, _LatentHeads):
-            return self._latent_heads(layer.qkv, x)
+        if layer.qkv is None:
+            return self._latent_heads(layer.latent, x)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, a.head_dim)
         heads, values = qkv.split([a.num_heads + a.num_kv_heads, a.num_kv_heads], 1)  # type: ignore[no-untyped-call]
         if layer.qk_norm is not None:
@@ -256,17 +245,21 @@ class Decoder:
             heads[:, : a.num_heads] *= a.gemma.softmax_scale * a.head_dim**0.5
         return heads, values
 
-    def _latent_heads(self, own: _LatentHeads, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _latent_heads(self, own: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         """Like `_heads`, for latent attention: the rotary dimensions come first, and values are padded to head_dim."""
         a, latent = self._architecture, self._architecture.latent
         assert latent is not None
-        inner = x
-        if own.query_down is not None and own.query_norm is not None:
-            inner = F.rms_norm(F.linear(x, own.query_down), own.query_norm.shape, own.query_norm, a.norm_eps)
-        queries = F.linear(inner, own.query_up).view(len(x), a.num_heads, -1) * latent.scale
+        if latent.query_rank:
+            inner = F.linear(x, own["linear_q_down_proj.weight"])
+            inner = self._normed(inner, own["linear_q_up_proj.layer_norm_weight"])
+            queries = F.linear(inner, own["linear_q_up_proj.weight"])
+        else:
+            queries = F.linear(x, own["linear_q_proj.weight"])
+        queries = queries.view(len(x), a.num_heads, -1) * latent.scale
         q_nope, q_rope = queries.tensor_split((latent.nope_dim,), -1)
-        low_rank, k_rope = F.linear(x, own.down).tensor_split((latent.rank,), -1)
-        expanded = F.linear(F.rms_norm(low_rank, own.norm.shape, own.norm, a.norm_eps), own.up)
+        low_rank, k_rope = F.linear(x, own["linear_kv_down_proj.weight"]).tensor_split((latent.rank,), -1)
+        low_rank = self._normed(low_rank, own["linear_kv_up_proj.layer_norm_weight"])
+        expanded = F.linear(low_rank, own["linear_kv_up_proj.weight"])
         k_nope, values = expanded.view(len(x), a.num_heads, -1).tensor_split((latent.nope_dim,), -1)
         rope = torch.cat([q_rope, k_rope[:, None].expand_as(q_rope)], 1)
         heads = torch.cat([deinterleave(rope), torch.cat([q_nope, k_nope], 1)], -1)
@@ -348,87 +341,62 @@ class Decoder:
                 residual = residual.index_add(0, rows, output * share.flatten()[pairs, None])
         return residual
 
-    def _layer(self, index: int) -> _DecoderLayer:
-        a, name = self._architecture, f"model.layers.{index}."
-        attention, middle = name + "self_attn.", "pre_feedforward" if a.gemma else "post_attention"
-        norm = self._empty(a.num_heads + a.num_kv_heads, a.head_dim) if a.qk_norm else None
-        if norm is not None:  # copying the checkpoint's one vector into the view broadcasts it to every head
-            self.named[attention + "q_norm.weight"] = norm[: a.num_heads]
-            self.named[attention + "k_norm.weight"] = norm[a.num_heads :]
+    def _tensors(self) -> dict[mapping.Place, dict[str, Tensor]]:
+        """Layer, or () outside of them -> Megatron's key without the layer -> one uninitialized tensor for all that the
+        key is made of, of experts [E, ...]; `named` gets the views. Unlike in Megatron's tensor, all heads of queries
+        come first, then those of keys. Raises UserError for a provider that divides weights otherwise."""
+        a, tensors = self._architecture, dict[mapping.Place, dict[str, Tensor]]()
+        shapes = mapping.hf_shapes(a)
+        divided, provided = mapping.table(replace(a, provided_names=())), mapping.table(a)
+        for key, place in mapping.in_layer_order(a):
+            if len(divided[key]) != len(provided[key]):
+                both = f"{', '.join(divided[key])} and not {', '.join(provided[key])}"
+                raise UserError(f"rollout.engine = hf: has {both}; use a server")
+            kind, where = mapping.by_kind(key, place)
+            own, short = tensors.setdefault(where[:1], {}), kind.removeprefix("decoder.layers.")
+            names, shape = mapping.hf_names(key, place, a), mapping.full_shape(key, a)
+            if short in _HEAD_NORMS:  # copying the checkpoint's one vector into the view broadcasts it to every head
+                if _QK_NORM not in own:
+                    own[_QK_NORM] = self._empty(a.num_heads + a.num_kv_heads, *shape)
+                self.named[names[0]] = own[_QK_NORM].tensor_split((a.num_heads,))[_HEAD_NORMS.index(short)]
+                continue
+            if short not in own:
+                experts = (a.experts.count,) if a.experts and mapping.is_expert(key) else ()
+                dtype = torch.float32 if short == mapping.EXPERT_BIAS else None
+                own[short] = self._empty(*experts, *shape, dtype=dtype)
+            whole = own[short][where[1]] if mapping.is_expert(key) else own[short]
+            self.named |= zip(names, whole.split([shapes[name][0] for name in names]), strict=True)  # type: ignore[no-untyped-call]
+        return tensors
+
+    def _layer(self, index: int, own: dict[str, Tensor]) -> _DecoderLayer:
+        qkv, shared = "self_attention.linear_qkv.", "mlp.shared_experts.linear_fc1.weight"
+        has_experts = self._architecture.has_experts(index)
         return _DecoderLayer(
-            input_norm=self._new(name + "input_layernorm.weight", a.hidden_size),
-            qkv=self._latent(attention, a.latent) if a.latent else self._qkv(attention, "weight", a.hidden_size),
-            qkv_bias=self._qkv(attention, "bias") if a.qkv_bias else None,
-            qk_norm=norm,
-            out=self._new(attention + "o_proj.weight", a.hidden_size, a.num_heads * a.value_dim),
-            middle_norm=self._new(f"{name}{middle}_layernorm.weight", a.hidden_size),
-            post_norm=self._post_norm(name, 0),
-            window=a.window_of(index),
-            feed_forward=self._mixture(f"{name}{a.experts.module}.", a.experts)
-            if a.experts and a.has_experts(index)
-            else self._dense(name + "mlp.", a.ffn_size, self._post_norm(name, 1)),
+            input_norm=own[qkv + "layer_norm_weight" if qkv + "weight" in own else "input_layernorm.weight"],
+            qkv=own.get(qkv + "weight"),
+            qkv_bias=own.get(qkv + "bias"),
+            latent={key.removeprefix("self_attention."): one for key, one in own.items()},
+            qk_norm=own.get(_QK_NORM),
+            out=own["self_attention.linear_proj.weight"],
+            middle_norm=own["pre_mlp_layernorm.weight" if has_experts else "mlp.linear_fc1.layer_norm_weight"],
+            post_norm=own.get(mapping.POST_ATTENTION + "weight"),
+            window=self._architecture.window_of(index),
+            feed_forward=_FeedForward(
+                *_projections(own, "mlp.experts.experts." if has_experts else "mlp."),
+                router=own.get("mlp.router.weight"),
+                bias=own.get(mapping.EXPERT_BIAS),
+                shared=_FeedForward(*_projections(own, "mlp.shared_experts.")) if shared in own else None,
+                shared_gate=own.get("mlp.shared_experts.gate_weight"),
+                post_norm=own.get(mapping.POST_MLP + "weight"),
+            ),
         )
 
-    def _post_norm(self, name: str, half: int) -> Tensor | None:
-        """The norm after the attention (half 0) or the feed-forward layer (half 1), if the family has one."""
-        a = self._architecture
-        return self._new(f"{name}{a.post_norms[half]}_layernorm.weight", a.hidden_size) if a.post_norms else None
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
-    def _qkv(self, name: str, what: str, *columns: int) -> Tensor:
-        a = self._architecture
-        rows = {"q": a.num_heads, "k": a.num_kv_heads, "v": a.num_kv_heads}
-        return self._joined({f"{name}{part}_proj.{what}": n * a.head_dim for part, n in rows.items()}, *columns)
 
-    def _latent(self, name: str, latent: Latent) -> _LatentHeads:
-        a, low = self._architecture, latent.query_rank
-        heads, hidden = a.num_heads, a.hidden_size
-        rows = heads * a.head_dim
-        query_up = self._new(name + f"q_{'b_' if low else ''}proj.weight", rows, low or hidden)
-        return _LatentHeads(
-            query_down=self._new(name + "q_a_proj.weight", low, hidden) if low else None,
-            query_norm=self._new(name + "q_a_layernorm.weight", low) if low else None,
-            query_up=query_up,
-            down=self._new(name + "kv_a_proj_with_mqa.weight", latent.rank + latent.rope_dim, hidden),
-            norm=self._new(name + "kv_a_layernorm.weight", latent.rank),
-            up=self._new(name + "kv_b_proj.weight", heads * (latent.nope_dim + latent.value_dim), latent.rank),
-        )
-
-    def _dense(self, name: str, ffn: int, post_norm: Tensor | None = None) -> _FeedForward:
-        hidden = self._architecture.hidden_size
-        parts = {name + "gate_proj.weight": ffn, name + "up_proj.weight": ffn}
-        if self._architecture.is_glm4:
-            parts = {name + "gate_up_proj.weight": 2 * ffn}
-        down = self._new(name + "down_proj.weight", hidden, ffn)
-        return _FeedForward(self._joined(parts, hidden), down, post_norm=post_norm)
-
-    def _mixture(self, name: str, experts: Experts) -> _FeedForward:
-        a = self._architecture
-        gate_up = self._empty(experts.count, 2 * experts.ffn_size, a.hidden_size)
-        down = self._empty(experts.count, a.hidden_size, experts.ffn_size)
-        for index in range(experts.count):
-            own = zip(experts.projections, (*gate_up[index].chunk(2), down[index]), strict=True)
-            self.named |= {f"{name}experts.{index}.{part}.weight": tensor for part, tensor in own}
-        bias = torch.empty(experts.count, device=self._device) if experts.is_sigmoid else None
-        if bias is not None:
-            self.named[name + CORRECTION_BIAS] = bias
-        router = self._new(name + "gate.weight", experts.count, a.hidden_size)
-        shared_name = name + experts.shared_module
-        shared = self._dense(shared_name + ".", experts.shared_ffn_size) if experts.shared_ffn_size else None
-        shared_gate = self._new(shared_name + "_gate.weight", 1, a.hidden_size) if experts.shared_gate else None
-        return _FeedForward(gate_up, down, router, bias, shared, shared_gate)
-
-    def _joined(self, parts: dict[str, int], *columns: int) -> Tensor:
-        """One tensor with the rows of all `parts` (name -> rows); each name becomes a view of its rows."""
-        whole = self._empty(sum(parts.values()), *columns)
-        self.named |= zip(parts, whole.split(list(parts.values())), strict=True)  # type: ignore[no-untyped-call]
-        return whole
-
-    def _new(self, name: str, *shape: int) -> Tensor:
-        self.named[name] = self._empty(*shape)
-        return self.named[name]
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+def _projections(own: dict[str, Tensor], module: str) -> tuple[Tensor, Tensor]:
+    return own[module + "linear_fc1.weight"], own[module + "linear_fc2.weight"]
 
 
 def _gated(x: Tensor, gate_up: Tensor, *, is_gelu: bool = False) -> Tensor:

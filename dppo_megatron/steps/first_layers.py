@@ -93,13 +93,8 @@ def _depth(model: nn.Module, architecture: Architecture) -> int:
     layers = _layers(model, architecture)
     if len(layers) != architecture.num_layers:
         raise UserError(f"model.provider: transformers builds {len(layers)} layers, not {architecture.num_layers}")
-    seen: set[str] = set()
-    depth = 0
-    for number, layer in enumerate(layers, 1):
-        kind = "\n".join(_parts(layer))
-        depth = depth if kind in seen else number
-        seen.add(kind)
-    return depth
+    seen = ["\n".join(_parts(layer)) for layer in layers]
+    return 1 + max(map(seen.index, seen))
 
 
 def _parts(layer: nn.Module) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,25 +23,20 @@ def cost_model(architecture: Architecture) -> CostModel:
     factor, and so are norms, activations and softmax, which are memory-bound. A layer with a window counts the whole
     window for each token, which is too much for sequences shorter than the window.
     """
-    hidden_size, experts, latent = architecture.hidden_size, architecture.experts, architecture.latent
-    layers, heads = architecture.num_layers, architecture.num_heads * architecture.head_dim
+    from dppo_megatron.weights import mapping  # it imports transformers' classes too
+
+    layers, heads = architecture.num_layers, architecture.num_heads * (architecture.head_dim + architecture.value_dim)
     windows = [window for layer in range(layers) if (window := architecture.window_of(layer))]
-    values = architecture.num_heads * architecture.value_dim
-    projections = hidden_size * (heads + values + 2 * architecture.num_kv_heads * architecture.head_dim)
-    if latent is not None:
-        queries = (hidden_size + heads) * latent.query_rank if latent.query_rank else hidden_size * heads
-        expanded = architecture.num_heads * (latent.nope_dim + latent.value_dim)
-        keys = hidden_size * (latent.rank + latent.rope_dim) + latent.rank * expanded
-        projections = queries + keys + hidden_size * values
-    dense = layers if experts is None else experts.dense_layers
-    feed_forward = dense * 3 * hidden_size * architecture.ffn_size
-    if experts is not None:  # per token: its experts, the shared ones and their gate, and the router
-        visited = experts.ffn_size * experts.per_token + experts.shared_ffn_size
-        feed_forward += (layers - dense) * hidden_size * (3 * visited + experts.count + experts.shared_gate)
-    multiply_adds = layers * projections + feed_forward + hidden_size * architecture.vocab_size
-    multiply_adds += sum(windows) * (heads + values)
+    multiply_adds, experts = 0, architecture.experts
+    for key in mapping.table(architecture):
+        shape, visited = mapping.full_shape(key, architecture), len(mapping.places(key, architecture))
+        if experts is not None and mapping.is_expert(key):
+            visited = experts.per_token
+        if len(shape) == 2 and (key != mapping.EMBEDDING or architecture.tied_embeddings):
+            multiply_adds += visited * math.prod(shape)
+    multiply_adds += sum(windows) * heads
     # scores and their product with the values: two multiply-adds per pair, head and dimension, half of them masked
-    return CostModel(linear=6.0 * multiply_adds, quadratic=3.0 * (layers - len(windows)) * (heads + values))
+    return CostModel(linear=6.0 * multiply_adds, quadratic=3.0 * (layers - len(windows)) * heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,29 +255,53 @@ def read_architecture(
     ropes = read_ropes(raw, family, path)
     config = as_transformers_reads(raw, model_type, ropes, path)
     values = read_values(config, raw, family, path)
-    check_sizes(raw, values, path)
-    latent = read_latent(values, config, path) if "kv_lora_rank" in values else None
-    head_dim = latent.nope_dim + latent.rope_dim if latent else values["head_dim"]
-    return Architecture(
-        name=family,
-        num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
-        ffn_size=values["intermediate_size"],
-        num_heads=values["num_attention_heads"],
-        num_kv_heads=values["num_key_value_heads"],
-        head_dim=head_dim,
-        vocab_size=values["vocab_size"],
-        max_positions=positions_of(values["max_position_embeddings"], ropes[FULL]),
-        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
-        norm_eps=values["rms_norm_eps"],
-        tied_embeddings=values["tie_word_embeddings"],
+    read = assembled(family, raw.get("pad_token_id"), values, config, ropes, path)
+    return replace(
+        read,
         qk_norm=family in (QWEN3, QWEN3_MOE, GEMMA3) or values.get("use_qk_norm", False),
         qkv_bias=family == QWEN2 or values.get("qkv_bias", values.get("attention_bias", False)),
         experts=read_experts(values, family, path) if "num_experts_per_tok" in values else None,
-        latent=latent,
         gemma=read_gemma(values, config, ropes, path) if family == GEMMA3 else None,
         post_norms=_POST_NORMS.get(family, ()),
         is_glm4=family == GLM4,
+    )
+
+
+def assembled(
+    name: str, pad: Any, values: Mapping[str, Any], config: Any, ropes: Mapping[str, Mapping[str, Any]], path: Path
+) -> Architecture:
+    """What every family has: a dense decoder of the sizes in `values` (by the names of `config_keys.READ`), with
+    transformers' `config` and `read_ropes`' parameters.
+
+    Raises:
+        UserError: heads do not divide into groups, or the padding token `pad` is outside the vocabulary.
+    """
+    heads, groups, vocab_size = (values[key] for key in ("num_attention_heads", "num_key_value_heads", "vocab_size"))
+    if heads % groups:
+        raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
+    # transformers passes pad_token_id to the embedding, which refuses an index out of range
+    if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
+        raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be one of the vocabulary's {vocab_size} tokens")
+    latent = read_latent(values, config, path) if values.get("kv_lora_rank") else None
+    head_dim = latent.nope_dim + latent.rope_dim if latent else values["head_dim"]
+    # with YaRN, published config.json files state the context length before the extension
+    original = ropes[FULL]["original_max_position_embeddings"] if ropes[FULL]["rope_type"] == "yarn" else 0
+    return Architecture(
+        name=name,
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        ffn_size=values["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        max_positions=max(values["max_position_embeddings"], int(original * ropes[FULL].get("factor", 1))),
+        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
+        norm_eps=values["rms_norm_eps"],
+        tied_embeddings=bool(values["tie_word_embeddings"]),
+        qk_norm=False,
+        qkv_bias=False,
+        latent=latent,
         prediction_layers=values.get("num_nextn_predict_layers", 0),
     )
 
@@ -314,17 +338,6 @@ def _family(raw: Mapping[str, Any], path: Path) -> str:
     return name
 
 
-def check_sizes(raw: Mapping[str, Any], values: Mapping[str, Any], path: Path) -> None:
-    """Raise `UserError` if heads do not divide into groups, or the padding token is outside the vocabulary."""
-    heads, groups = values["num_attention_heads"], values["num_key_value_heads"]
-    if heads % groups:
-        raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
-    # transformers passes pad_token_id to the embedding, which refuses an index out of range
-    pad, vocab_size = raw.get("pad_token_id"), values["vocab_size"]
-    if pad is not None and not (type(pad) is int and -vocab_size <= pad < vocab_size):
-        raise UserError(f"{path}: pad_token_id = {shown(pad)}: must be one of the vocabulary's {vocab_size} tokens")
-
-
 def as_transformers_reads(
     raw: Mapping[str, Any], model_type: str, ropes: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Any:
@@ -341,9 +354,3 @@ def as_transformers_reads(
         if {key: value for key, value in read.items() if key not in ("type", "partial_rotary_factor")} != rope:
             raise UserError(f"{path}: the rope parameters {shown(rope)} are read as {shown(read)} by transformers")
     return config
-
-
-def positions_of(stated: int, rope: Mapping[str, Any]) -> int:
-    """The model's context length. With YaRN, published config.json files state the length before the extension."""
-    original = rope["original_max_position_embeddings"] if rope["rope_type"] == "yarn" else 0
-    return max(stated, int(original * rope.get("factor", 1)))

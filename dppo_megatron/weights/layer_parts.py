@@ -127,10 +127,9 @@ def read_experts(values: Mapping[str, Any], family: str, path: Path) -> Experts:
     if per_token == 1 and normalized:  # every weight would be 1, and the router would not learn
         setting = f"num_experts_per_tok = 1 with {'norm_topk_prob = true' if 'norm_topk_prob' in values else family}"
         raise UserError(f"{path}: {setting} is not supported: Megatron-core's router has no such mode")
+    experts = Experts(count, per_token, values.get("moe_intermediate_size", values["intermediate_size"]), normalized)
     if family == MIXTRAL:
-        experts = Experts(count, per_token, values["intermediate_size"], normalized)
         return replace(experts, module="block_sparse_moe", projections=("w1", "w3", "w2"))
-    experts = Experts(count, per_token, values["moe_intermediate_size"], normalized)
     if family == QWEN2_MOE:
         size = values["shared_expert_intermediate_size"]
         return replace(experts, shared_ffn_size=size, shared_module="shared_expert", shared_gate=True)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import Architecture, Lora
 from dppo_megatron.weights.layer_parts import PROJECTIONS, Experts, Latent
 
@@ -239,18 +237,6 @@ def hf_names(key: str, place: Place, architecture: Architecture) -> list[str]:
     """Hugging Face names of the tensors that make up Megatron's global `key` at `place`."""
     numbers = dict(zip(_stacked(key, architecture), place, strict=True))
     return [name.format(**numbers) for name in _row(key, architecture)[1]]
-
-
-def own_and_provided(architecture: Architecture) -> list[tuple[str, str]]:
-    """Each tensor's name in this table and in the provider's checkpoint. Raises UserError if the provider's checkpoint
-    divides the weights into other tensors."""
-    pairs: list[tuple[str, str]] = []
-    for key, place in in_layer_order(architecture):
-        own, provided = (hf_names(key, place, a) for a in (replace(architecture, provided_names=()), architecture))
-        if len(own) != len(provided):
-            raise UserError(f"rollout.engine = hf: has {', '.join(own)} and not {', '.join(provided)}; use a server")
-        pairs += zip(own, provided, strict=True)
-    return pairs
 
 
 def join(key: str, parts: Sequence[Tensor], architecture: Architecture) -> Tensor:

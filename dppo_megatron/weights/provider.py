@@ -31,25 +31,28 @@ from dppo_megatron.weights.architecture import (
     Architecture,
     architecture_name,
     as_transformers_reads,
-    check_sizes,
-    positions_of,
+    assembled,
     read_architecture,
     read_config,
 )
 from dppo_megatron.weights.config_keys import FULL, PROVIDED, check_keys, read_ropes
 from dppo_megatron.weights.json_files import plain, shown
-from dppo_megatron.weights.layer_parts import Experts, make_rope, read_latent
+from dppo_megatron.weights.layer_parts import Experts
 from dppo_megatron.weights.mapping import CORRECTION_BIAS, EXPERT_BIAS, kinds
 
 _OURS = "decoder.layers."
+_FIXED = {"normalization": "RMSNorm", "activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
+_SIZES = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size", "kv_channels": "head_dim"}
+_SIZES |= {"num_query_groups": "num_key_value_heads", "layernorm_epsilon": "rms_norm_eps"}
+_SIZES |= {"qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim"}
+_SIZES |= {key: key for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "v_head_dim")}
+"""Fields of the class's TransformerConfig -> the value that our layers have; -> config.json's names for them."""
 _READ = re.compile(
-    "num_layers|hidden_size|ffn_hidden_size|num_attention_heads|num_query_groups|kv_channels|layernorm_epsilon"
-    "|qk_layernorm|add_qkv_bias|num_moe_experts|moe_(ffn_hidden_size|layer_freq|shared_expert_(intermediate_size|gate))"
+    "|".join((*_FIXED, *_SIZES)) + "|qk_layernorm|add_qkv_bias|num_moe_experts"
+    "|moe_(ffn_hidden_size|layer_freq|shared_expert_(intermediate_size|gate))"
     "|moe_router_(topk|score_function|pre_softmax|topk_scaling_factor|num_groups|group_topk|enable_expert_bias)"
-    "|(q|kv)_lora_rank|qk_head_dim|qk_pos_emb_head_dim|v_head_dim|normalization|activation_func|gated_linear_unit"
-    "|add_bias_linear"
 )
-"""Fields of the class's TransformerConfig that `_architecture` reads or requires to have our layers' value."""
+"""The fields above, and those that `_architecture` reads beside them."""
 _IGNORED = re.compile(
     "rotary_.*|rope_type|mscale.*|beta_.*|original_max_position_embeddings|mtp_.*|.*_fusion|persist_layer_norm"
     "|attention_backend|attention_dropout|disable_bf16_.*|use_cpu_initialization|moe_(aux_loss_coeff|z_loss_coeff)"
@@ -234,37 +237,18 @@ def _check_windows(config: Any, path: Path) -> None:
 
 def _architecture(name: str, theirs: Any, config: Any, ropes: Any, path: Path, setting: str) -> Architecture:
     """From the bridge's TransformerConfig; positions, vocabulary and tying are from transformers' config."""
-    fixed = {"normalization": "RMSNorm", "activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
-    for key, ours in fixed.items():
+    for key, ours in _FIXED.items():
         if getattr(theirs, key) != ours:
             raise UserError(f"{setting}: has {key} = {getattr(theirs, key)}; layers here have {ours}")
-    sizes = {"num_attention_heads": theirs.num_attention_heads, "num_key_value_heads": theirs.num_query_groups}
-    check_sizes({"pad_token_id": config.pad_token_id}, sizes | {"vocab_size": config.vocab_size}, path)
-    latent = None
-    if getattr(theirs, "kv_lora_rank", None):
-        hf = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        mcore = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        values = {key: getattr(theirs, field) for key, field in zip(hf, mcore, strict=True)}
-        latent = read_latent(sizes | values, config, path)
-    head_dim = latent.nope_dim + latent.rope_dim if latent else theirs.kv_channels
-    return Architecture(
-        name=name,
-        num_layers=theirs.num_layers,
-        hidden_size=theirs.hidden_size,
-        ffn_size=theirs.ffn_hidden_size,
-        num_heads=theirs.num_attention_heads,
-        num_kv_heads=theirs.num_query_groups,
-        head_dim=head_dim,
-        vocab_size=config.vocab_size,
-        max_positions=positions_of(config.max_position_embeddings, ropes[FULL]),
-        rope=make_rope(config, latent.rope_dim if latent else head_dim, ropes, path),
-        norm_eps=theirs.layernorm_epsilon,
-        tied_embeddings=bool(config.tie_word_embeddings),
-        qk_norm=theirs.qk_layernorm and latent is None,
+    values = {key: getattr(theirs, field, None) for field, key in _SIZES.items()}
+    values |= {key: getattr(config, key) for key in ("vocab_size", "max_position_embeddings", "tie_word_embeddings")}
+    values["num_nextn_predict_layers"] = getattr(config, "num_nextn_predict_layers", 0) or 0
+    dense = assembled(name, config.pad_token_id, values, config, ropes, path)
+    return replace(
+        dense,
+        qk_norm=theirs.qk_layernorm and dense.latent is None,
         qkv_bias=theirs.add_qkv_bias,
         experts=_experts(theirs, setting) if theirs.num_moe_experts else None,
-        latent=latent,
-        prediction_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
     )
 
 
