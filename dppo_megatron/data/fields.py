@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from itertools import islice
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
@@ -237,7 +238,8 @@ def _layout_hint(row: Row, settings: ResolvedSet) -> str:
 
 def _answer_hint(value: Any, name: str) -> str:
     if isinstance(value, Mapping) and value:
-        return f"; dots reach into objects: {name}.{next(iter(value))}"
+        inside = ", ".join(f"{name}.{key}" for key in islice(value, 5))
+        return f"; dots reach into objects: {inside}"
     if isinstance(value, (list, tuple)):
         return "; a list of answers must be one text (answer_from=all joins its items, last reads the last)"
     return ""
