@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from itertools import islice
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
@@ -238,8 +237,7 @@ def _layout_hint(row: Row, settings: ResolvedSet) -> str:
 
 def _answer_hint(value: Any, name: str) -> str:
     if isinstance(value, Mapping) and value:
-        inside = ", ".join(f"{name}.{key}" for key in islice(value, 5))
-        return f"; dots reach into objects: {inside}"
+        return "; dots reach into objects: " + ", ".join(f"{name}.{key}" for key in list(value)[:5])
     if isinstance(value, (list, tuple)):
         return "; a list of answers must be one text (answer_from=all joins its items, last reads the last)"
     return ""
