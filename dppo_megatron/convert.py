@@ -116,8 +116,12 @@ def megatron_to_hf(
         As `hf_to_megatron`.
     """
     if not is_torch_dist(checkpoint):
+        advice = (
+            f"; of a run, give {checkpoint / 'checkpoints/latest'}" if (checkpoint / "checkpoints").is_dir() else ""
+        )
         raise UserError(
             f"--checkpoint '{checkpoint}' is not a distributed checkpoint: it has no .metadata, or has safetensors too"
+            + advice
         )
     assets = hf or checkpoint
     if not (assets / "config.json").is_file():

@@ -286,6 +286,12 @@ def test_bad_checkpoint(converted: Path, tmp_path: Path, case: str, capsys: pyte
     assert {path.name for path in tmp_path.iterdir()} == {"copy"}
 
 
+def test_a_run_in_place_of_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert _convert("to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "out") == 2
+    assert f"; of a run, give {tmp_path / 'checkpoints/latest'}" in capsys.readouterr().err
+
+
 def test_an_existing_target_is_not_touched(
     source: Path, converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -296,6 +296,8 @@ def test_what_others_have_has_an_answer(key: str, said: str) -> None:
     [
         ("objective.loss=grpo", "; here it is objective.loss=clip"),
         ("objective.loss=vanilla", "; here it is objective.loss=clip"),
+        ("objective.loss=mine:my_loss", "; here it is objective.function"),
+        ("objective.advantage=mine:f", "; here it is objective.token_values (a number for each token)"),
         ("objective.loss=dppo_tv", "; here it is objective.loss=divergence_tv"),
         ("objective.loss=sapo", "; here it is objective.function (soft_gate of examples/custom_loss.py)"),
         ("objective.loss=gpg", "; not supported: this loss: objective.function takes one of your own (docs/scope.md)"),

@@ -102,6 +102,34 @@ def test_what_a_killed_server_has_left_ends_before_the_next(tmp_path: Path) -> N
             server_process.stop_all([server])
 
 
+def test_a_restart_quotes_the_last_error_since_the_last_start(files: Path, tmp_path: Path) -> None:
+    """The engine's: its front end's only says that it is dead. Without the key, and without earlier starts."""
+    lines = [
+        "RuntimeError: no kernel for sesame",
+        "x.EngineDeadError: EngineCore encountered an issue.",
+        "at most `OSError: 24`",
+    ]
+    fails_once = f"import os; os.mkdir({str(tmp_path / 'been')!r}); print({chr(10).join(lines)!r}, flush=True)"
+    server = LaunchedServer([sys.executable, "-c", fails_once], {}, tmp_path / "log", api_key="sesame")
+    servers = JobServers(fake_config(files, tmp_path / "run"), Nodes.of([0], 0))
+    servers.local = [server]
+    try:
+        server.start()
+        assert server.process is not None
+        server.process.wait()
+        [why] = servers.restart([]).values()
+        assert why == f"had ended (its log: {server.log}, last error: RuntimeError: no kernel for ***)"
+        server.process.wait()
+        [why] = servers.restart([]).values()
+        assert "FileExistsError: " in why and "sesame" not in why
+        server.command = [sys.executable, "-c", "pass"]
+        server.start()
+        server.process.wait()
+        assert list(servers.restart([]).values()) == [f"had ended (its log: {server.log})"]
+    finally:
+        server_process.stop_all([server])
+
+
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:
     nodes = Nodes.of(range(dist.get_world_size()), dist.get_rank())
     if dist.get_rank() == rank:

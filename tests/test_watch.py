@@ -248,7 +248,9 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     fleet.probe_all()
     assert [one.state for one in read_health(run / HEALTH)[0]] == ["live"]
     fleet.mark_out(member, "it broke \x1b[2Jthe connection")
-    fleet.probe_all()
+    with pytest.MonkeyPatch.context() as patch:  # a sync that waits for servers has no rounds of probes
+        patch.setattr(fleet, "_probe_out", lambda out: None)
+        fleet.revive()
     fleet.close()
     [server] = read_health(run / HEALTH)[0]
     assert (server.state, server.outages) == ("out", 1)

@@ -64,7 +64,8 @@ def meant(key: str, value: str, known: Iterable[str]) -> str:
     """A hint at what `value`, which is not a choice of `key`, was meant to be: the advice for another trainer's word,
     else the very similar one of `known`; empty: neither."""
     general = re.sub(r"^data\.(?:train|eval)_sets\.[^.]+\.", "data.", key)  # the tables have the settings of `data`
-    if advice := other_names().get(f"{general}={value.replace('-', '_').lower()}"):
+    word = "module:function" if ":" in value else value.replace("-", "_").lower()
+    if advice := other_names().get(f"{general}={word}"):
         return advice
     close = closest(value, list(known), 0.8)  # at difflib's default of 0.6 'grpo' would become 'gspo', another loss
     return f"did you mean '{close}'?" if close else ""

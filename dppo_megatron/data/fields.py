@@ -237,7 +237,7 @@ def _layout_hint(row: Row, settings: ResolvedSet) -> str:
 
 def _answer_hint(value: Any, name: str) -> str:
     if isinstance(value, Mapping) and value:
-        return f"; dots reach into objects: {name}.{next(iter(value))}"
+        return "; dots reach into objects: " + ", ".join(f"{name}.{key}" for key in list(value)[:5])
     if isinstance(value, (list, tuple)):
         return "; a list of answers must be one text (answer_from=all joins its items, last reads the last)"
     return ""

@@ -104,6 +104,9 @@ def check_references(
     if undecided:
         line += f"; the first function, which decides what is correct, does not judge {len(undecided):,}"
     if known and right >= reward.min_self_consistency * known:
+        [other] = grader.grade([_task(checked[0], _WRONG, "a wrong answer (check at start)")])
+        if not other.failure and is_correct(other, reward.correct_from):
+            line += f"; warning: {in_short(_WRONG, 60)} too: does it compare with the reference?"
         return line + _as_text_only(reward, [checked[i] for i in sorted({*range(count)}.difference(wrong, undecided))])
     rows = [
         f"\n  {_place(checked[i])}: {in_short(checked[i].answer, 80)}: {_verdict(first_grades[i])}"

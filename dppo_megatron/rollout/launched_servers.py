@@ -76,9 +76,11 @@ class JobServers:
             hangs = server.is_running
             if hangs and not server.has_closed() and server.url not in hanging:
                 continue
+            error = server.last_error()
+            log_file = f"(its log: {server.log}{f', last error: {error}' if error else ''})"
             try:
                 server.start()
-                why[server.url] = f"{'does not answer' if hangs else 'had ended'} (its log: {server.log})"
+                why[server.url] = f"{'does not answer' if hangs else 'had ended'} {log_file}"
             except UserError as error:  # not fatal: it did start once, and the next sync tries again
                 show(f"rollout: {error}")
         return dict(gather_all(list(why.items())))

@@ -227,8 +227,8 @@ REFUSED = {
         "'answer' is a list; an answer is text or a number; a list of answers must be one",
     ),
     "object": (
-        '"answer": {"ground_truth": "2"}',
-        "'answer' is an object; .*dots reach into objects: answer.ground",
+        '"answer": {"style": "rule", "ground_truth": "2"}',
+        "'answer' is an object; .*dots reach into objects: answer.style, answer.ground_truth",
     ),
     "null": ('"answer": null', "'answer' is null"),
     "true": ('"answer": true', "'answer' is true; an answer is text or a number"),

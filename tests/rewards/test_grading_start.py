@@ -105,6 +105,17 @@ def test_references_that_math_compares_as_text_are_said(function: str) -> None:
         assert alone.endswith("for right when given as an answer")
 
 
+def test_a_grader_that_takes_a_wrong_answer_for_right_is_said() -> None:
+    """Every reference is right to it as well, which looks like a good grader."""
+    reward = reward_of("length", correct_from=1.0)
+    with grader_of(reward) as grader:
+        said = check_references(grader, reward, "train", prompts_of(["7"]))
+    assert (
+        "takes 100 % for right" in said
+        and "; warning: 'The answer is $\\\\boxed{this is not the answer}$.' too" in said
+    )
+
+
 def test_too_few_right_references_stop_the_start_and_are_listed() -> None:
     answers = [str(i) for i in range(100)]
     with grader_of(reward_of("even_only")) as grader:

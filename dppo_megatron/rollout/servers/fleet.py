@@ -139,6 +139,7 @@ class Fleet:
     def revive(self) -> None:
         """Have `update_membership` add servers; then probe all that are out. Those that answer become stale."""
         self._update_membership(self)
+        self._write_health()  # a sync that waits for servers has no rounds of probes
         self._probe_out([one for one in self.endpoints if one.state == "out" and one.may_be_asked])
 
     def _probe_out(self, out: Sequence[Endpoint]) -> None:
@@ -213,6 +214,9 @@ class Fleet:
             if probe.answer is None and due and may_be_asked:
                 probe.begun, probe.asked_in = now, (member.state, member.outages)
                 probe.answer = self._threads.submit(self._probe, member, self.limits.probe_timeout_s)
+        self._write_health()
+
+    def _write_health(self) -> None:
         if self._health_file is not None:
             self._health_file.write(self.endpoints)
 

@@ -1,6 +1,7 @@
 """servers.json: the states of a run's servers, for `dppo-megatron watch`, which reads only files. Nothing else uses it.
 
-The rollout thread writes it between two rounds of health probes: at once if a state has changed, else every `_EVERY_S`.
+It is written between two rounds of health probes, and while a weight sync waits for servers: at once if a state has
+changed, else every `_EVERY_S`.
 A failure to write it is ignored: the run's record is on the same disk, and its writer reports the failure.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import signal
 import socket
@@ -34,6 +35,7 @@ from dppo_megatron.rollout.servers.device_map import servers_devices
 from dppo_megatron.rollout.servers.http import hidden, listens
 from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.provider import model_architecture
 from dppo_megatron.weights.torch_dist import is_torch_dist
@@ -42,6 +44,7 @@ _DRAFTS_ON_CPU = {
     "vllm": "vLLM's log-probabilities of drafted tokens are not the model's (0.32.0: uniform, 0 or NaN)",
     "sglang": "SGLang takes the likeliest token wherever it has drafted one, whatever the temperature",
 }
+_AN_ERROR = re.compile(r"(?:^|\s)([\w.]+Error: .+)", re.MULTILINE)
 _TERM_S, _KILL_S = 5.0, 15.0
 """How long all servers together may take to end after SIGTERM, and after SIGKILL."""
 
@@ -70,6 +73,8 @@ class LaunchedServer:
     """It has been seen to listen since its last start."""
     _begun_s: float = field(default=0.0, init=False)
     """Its last start, on the monotonic clock."""
+    _begun_at: int = field(default=0, init=False)
+    """Where the log of its last start begins, in bytes."""
 
     @property
     def visible_devices(self) -> str | None:
@@ -118,6 +123,7 @@ class LaunchedServer:
         programs, path = os.path.abspath(os.path.dirname(command[0])), inherited.get("PATH", os.defpath)
         if os.path.dirname(command[0]) and programs not in path.split(os.pathsep):
             inherited["PATH"] = programs + os.pathsep + path
+        self._begun_at = log.tell()
         with log:
             try:
                 self.process = subprocess.Popen(
@@ -154,6 +160,15 @@ class LaunchedServer:
             if not self.is_running:
                 raise UserError(self.with_log(f"ended with code {self.exit_code} before it was ready"))
             time.sleep(0.5)
+
+    def last_error(self) -> str:
+        """The last line since its start that names an error, without its key; empty: none. vLLM's front end dies of an
+        EngineDeadError, which only points to that of its engine."""
+        with contextlib.suppress(OSError):
+            errors = _AN_ERROR.findall(self.log.read_bytes()[self._begun_at :].decode(errors="replace"))
+            errors = [error for error in errors if "EngineDeadError" not in error]
+            return one_line(hidden(errors[-1], self.api_key)) if errors else ""
+        return ""
 
     def with_log(self, problem: str) -> str:
         """A message for `problem` with lines of its log, without its key: the last errors, then the last lines."""

@@ -62,6 +62,8 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 def read_trace(path: str) -> Trace:
     """Read a whole trace. Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
+    if Path(path, "trace.jsonl").is_file():
+        raise UserError(f"trace = '{path}': is a run; give its file, {path}/trace.jsonl")
     check_file("trace", path)
     with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
         lines = counted(file, advance)
