@@ -138,9 +138,12 @@ class CompletionBuffer:
                 self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
-    def copies(self, rollout: int) -> list[BufferedGroup]:
+    def ended(self, rollout: int) -> dict[tuple[int, int], Sampled]:
+        """All completions of a rollout that were not aborted, by group and position."""
         with self._lock:
-            return [group for group in self._groups.values() if group.rollout == rollout]
+            groups = [group for group in self._groups.values() if group.rollout == rollout]
+        each = ((group.index, place, one) for group in groups for place, one in enumerate(group.sampled, group.first))
+        return {(index, place): one for index, place, one in each if one.finish_reason != "abort"}
 
     def take(self, share: int, shares: int, rollout: int = 0) -> list[BufferedGroup]:
         """Remove and return a share of a rollout's ready groups, ordered by index."""
@@ -270,8 +273,8 @@ class Client:
         while True:
             begun = [self._begun.get(key, NOT_BEGUN) for key in keys]
             left = msgspec.structs.replace(submit, timeout_s=deadline - self._loop.time())
-            has_begun = any(len(one.token_ids) for one in begun)
-            sampled = await (self._go_on(left, begun) if has_begun else self._ask(left, group))
+            is_new = self._begun.keys().isdisjoint(keys)
+            sampled = await (self._ask(left, group) if is_new else self._go_on(left, begun))
             if submit.ticket not in self._interrupted:
                 break
             self._interrupted.discard(submit.ticket)
@@ -328,11 +331,7 @@ class Client:
         self._interrupted -= tickets
         if late:
             return []
-        found = {key[1:]: one for key, one in self._begun.items() if key[0] == rollout}
-        for group in self._buffer.copies(rollout):
-            for place, one in enumerate(group.sampled, group.first):
-                if one.finish_reason != "abort":
-                    found[group.index, place] = one
+        found = {key[1:]: one for key, one in self._begun.items() if key[0] == rollout} | self._buffer.ended(rollout)
         return [BufferedGroup(index, [one], [""], first=place) for (index, place), one in found.items()]
 
     def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
@@ -401,11 +400,10 @@ class Client:
                 peer.settimeout(_CONNECT_S)
                 messages.handshake(peer, self._setup.secret, listens=True)
                 take = messages.TAKE.decode(messages.receive(peer))
+                groups = [] if take.copies else self._buffer.take(take.share, take.shares, take.rollout)
                 if take.copies:
-                    coming = asyncio.run_coroutine_threadsafe(self._so_far(take.rollout), self._loop)
-                    hand_over(peer, coming.result())
-                else:
-                    hand_over(peer, self._buffer.take(take.share, take.shares, take.rollout))
+                    groups = asyncio.run_coroutine_threadsafe(self._so_far(take.rollout), self._loop).result()
+                hand_over(peer, groups)
 
 
 class ServerConnections:
