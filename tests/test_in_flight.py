@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines.stub import StubServers
 from support.engines.typist import Typist, whole
+from support.fake_fleet import World, answered, broken, groups, work_of
 from support.job import QUICK, job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole
 from support.logged import logged_lines
@@ -24,7 +25,8 @@ from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
-from dppo_megatron.rollout.servers.wire import GenerateRequest, Sampled, joined, until_end
+from dppo_megatron.rollout.servers.dispatch import dispatch
+from dppo_megatron.rollout.servers.wire import NOT_BEGUN, GenerateRequest, Sampled, joined, until_end
 from dppo_megatron.types import Completion, Prompt
 
 LIMIT = 40
@@ -188,6 +190,16 @@ def test_a_server_that_ends_nothing_keeps_nothing(files: Path, tmp_path: Path, t
         assert is_right(requests(2), engine.finish())
     finally:
         engine.close()
+
+
+def test_a_part_brings_what_is_kept_of_it_to_whoever_is_asked() -> None:
+    """Of a group over two servers each gets its own, and the second one's client all of what the first one lost."""
+    world = World(reply=lambda ask: broken(ask) if ask.server == "a" else answered(ask))
+    work = work_of(groups(4), may_split=True, number=7)
+    work.kept = {(0, place): NOT_BEGUN for place in (0, 2, 3)}
+    work.spread(2, 2)
+    list(dispatch(world.fleet(), work))
+    assert world.kept == [("a", 7, 0, 0), ("b", 7, 0, 2), ("b", 7, 0, 3), ("b", 7, 0, 0)]
 
 
 @given(st.data())

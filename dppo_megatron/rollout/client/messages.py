@@ -56,7 +56,7 @@ class EndRequests(msgspec.Struct, frozen=True, tag=True):
     """True: close the connections and discard the completions. False: have the servers abort, and keep their tokens."""
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
+class Begun(msgspec.Struct, frozen=True, tag=True):
     """What was sampled of a completion before: its tokens are not sampled again."""
 
     key: tuple[int, int, int]
@@ -79,7 +79,7 @@ class TakeShare(msgspec.Struct, frozen=True):
     """Instead: copies of all that was sampled for the rollout so far, finished or not (`Client._so_far`)."""
 
 
-ToClient = Servers | Submit | EndRequests | Kept
+ToClient = Servers | Submit | EndRequests | Begun
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -167,7 +167,7 @@ def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
 
 
 @dataclass
-class _Attempt:
+class _OpenAttempt:
     submit: Submit
     task: asyncio.Task[None]
     running: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class Client:
     def __init__(self, setup: Setup, control: socket.socket) -> None:
         self._setup, self._control = setup, control
         self._buffer = CompletionBuffer()
-        self._attempts: dict[int, _Attempt] = {}
+        self._attempts: dict[int, _OpenAttempt] = {}
         self._begun: dict[tuple[int, int, int], Sampled] = {}
         """What was sampled of completions that are not done, by (rollout, group, position in it)."""
         self._interrupted: set[int] = set()
@@ -217,8 +217,8 @@ class Client:
         if isinstance(message, messages.Servers):
             self._servers.add(message.servers)
         elif isinstance(message, Submit):
-            self._attempts[message.ticket] = _Attempt(message, self._start_task(self._attempt(message)))
-        elif isinstance(message, messages.Kept):
+            self._attempts[message.ticket] = _OpenAttempt(message, self._start_task(self._attempt(message)))
+        elif isinstance(message, messages.Begun):
             self._begun.setdefault(message.key, pickle.loads(message.sampled))  # by this job's rank 0, as the prompts
         else:
             self._interrupted.difference_update(message.tickets)

@@ -238,7 +238,7 @@ class Clients:
         self._send(self._of_server[ask.server], ask)
 
     def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
-        self._send(self._of_server[server], messages.Kept(key, pickle.dumps(sampled)))
+        self._send(self._of_server[server], messages.Begun(key, pickle.dumps(sampled)))
 
     def end(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=False)
