@@ -26,7 +26,7 @@ from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import Dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.rollout_work import Work
-from dppo_megatron.rollout.servers.wire import Completed, Event, Expected, GenerateRequest, Graded, Submit
+from dppo_megatron.rollout.servers.wire import Completed, Event, Expected, GenerateRequest, Graded, Sampled, Submit
 
 _BANDWIDTH, _WEIGHTS, _CACHED, _FIXED_S = 3.35e12 * 0.7 * 2, 16.4e9, 147456, 0.006
 _TOKEN_S = 2 * 8.2e9 / (989e12 * 0.4 * 2)
@@ -178,6 +178,8 @@ class Steps:
         server.now += self._options.prompt * _TOKEN_S
         server.waiting += [(ask.ticket, length) for length in lengths]
         self._open[ask.ticket] = ask, ask.group.count
+
+    def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None: ...
 
     def end(self, tickets: Sequence[int]) -> None: ...
 

@@ -258,12 +258,6 @@ class Run:
             self._files.write("metrics.jsonl", {"step": step} | line)
         log(*(f"step {step:>4}: {one.line()}" for one in scores))
 
-    def last_to_begin(self, step: int) -> int:
-        """The last step that may begin to generate during `step`: `step` itself before a checkpoint, so that a resumed
-        run does not differ from this one. If requests continue through a sync it differs anyway, so any step may."""
-        due = _is_due(step, self._config.checkpoint.every_steps, self.last_step)
-        return step if due and self._config.rollout.sync.in_flight == "finish" else self.last_step
-
     def save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due; before the evaluation, which may be long. Collective. Each rank also returns
         freed memory to the system, by its own clock."""
@@ -403,7 +397,9 @@ class Run:
             record = from_rank_zero(lambda: self._files.sync() if self._files else {})
             state = {"step": step, "summary": vars(self.summary), "record": record}
             state |= {"due": self._due, "eval_sets": measured_as(self.loop.job)}
-            from_rank_zero(lambda: state.update(loop=self.loop.state_dict()))  # a policy of the user's may raise in it
+            in_flight = self.loop.in_flight()
+            # a policy of the user's may raise in it
+            from_rank_zero(lambda: state.update(loop=self.loop.state_dict() | in_flight))
             manifest = describe(step, config_values(self._config), self.loop.job.data_fingerprint, run=self._run)
             with progress(f"saving the checkpoint of step {step}"):
                 self._store.save(self.loop.actor, state, manifest)

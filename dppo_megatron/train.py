@@ -26,7 +26,7 @@ def train(run: Run) -> None:
     run.evaluate_if_due()
     for number in run.remaining_steps():
         with loop.step(number) as step:
-            loop.begin_ahead(step, run.last_to_begin(number))
+            loop.begin_ahead(step, run.last_step)
             loop.rollout(step)
             loop.prune(step)
             loop.to_training(step)

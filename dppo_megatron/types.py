@@ -112,8 +112,8 @@ class Completion:
     text: str
     """`token_ids` decoded without special tokens, for the grader."""
     weights_spans: tuple[tuple[int, int], ...] = ()
-    """(weights version, tokens sampled under it), in order; versions count the weight syncs since the run was last
-    started. Empty if the engine does not report it.
+    """(weights version, tokens sampled under it), in order; versions count the weight syncs of the run. Empty if the
+    engine does not report it.
 
     Example: ((4, 120), (5, 30)) is 150 tokens, the last 30 of them sampled after the fifth sync.
     """

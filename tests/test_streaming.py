@@ -40,7 +40,7 @@ def test_a_step_takes_what_its_tokens_take() -> None:
     ("in_flight", "ahead", "began"),
     [
         ("finish", 0, [[1], [2], [3], [4], [5]]),
-        ("finish", 1, [[1, 2], [], [3, 4], [], [5]]),
+        ("finish", 1, [[1, 2], [3], [4], [5], []]),
         ("abort", 1, [[1, 2], [3], [4], [5], []]),
         ("continue", 1, [[1, 2], [3], [4], [5], []]),
         ("continue", 3, [[1, 2, 3, 4], [5], [], [], []]),
@@ -48,8 +48,7 @@ def test_a_step_takes_what_its_tokens_take() -> None:
 )
 def test_so_many_steps_are_begun_ahead(in_flight: str, ahead: int, began: list[list[int]]) -> None:
     """Of five steps with a checkpoint after each second one: `async_steps` behind each, none twice and none after the
-    last. Where the policy waits for what is under way, none is begun over a checkpoint: a resumed run would begin it
-    later, with newer weights, and its second and fourth steps alone are of older ones, as here."""
+    last, also over a checkpoint, which keeps what is in flight."""
     config = Config(steps=5)
     config.rollout.async_steps, config.rollout.sync.in_flight = ahead, in_flight  # type: ignore[assignment]
     config.checkpoint.every_steps = 2
@@ -71,7 +70,7 @@ def test_so_many_steps_are_begun_ahead(in_flight: str, ahead: int, began: list[l
     for number in range(1, config.steps + 1):
         starts.append([])
         with loop.step(number) as step:
-            loop.begin_ahead(step, run.last_to_begin(number))
+            loop.begin_ahead(step, run.last_step)
             if step.reached == "selected":  # as `generate` begins what was not begun ahead
                 loop._start(step, step.selected)
     assert starts == began

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -139,6 +139,8 @@ class Engine(ABC):
     """Generation runs in other processes, whose log-probabilities and weights must be checked."""
     description: str
     """One line for the log: what generates, where, and how weights reach it."""
+    weights_version: int = 0
+    """Number of the last weight sync. A resumed run sets it back by one, and counts on."""
     _start_arguments: tuple[Sequence[Request], Sampling] | None = None
 
     @property
@@ -175,9 +177,15 @@ class Engine(ABC):
         """Sample a completion for each request. Yields (position in `requests`, completion) as completions arrive, for
         this rank's share only. `requests` are the same on every rank; a prompt's completions are on one rank."""
 
-    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begin sampling, in the background where the engine can; `finish` returns the completions."""
+    def start(self, requests: Sequence[Request], sampling: Sampling, begun: dict[str, Any] | None = None) -> None:
+        """Begin sampling, in the background where the engine can; `finish` returns the completions. `begun`: on rank 0,
+        what `in_flight` has returned for these requests; it is not sampled again."""
         self._start_arguments = requests, sampling
+
+    def in_flight(self) -> dict[int, dict[str, Any]]:
+        """What was started and not finished, by step, for a checkpoint. On rank 0; empty elsewhere, and if nothing is
+        sampled in the background."""
+        return {}
 
     def finish(self) -> dict[int, Completion]:
         """This rank's completions of the last `start`, by position in its requests and in that order."""

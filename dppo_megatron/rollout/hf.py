@@ -66,13 +66,12 @@ class HFEngine(Engine):
         self._grade = grade
         self._graded: list[tuple[list[int], Future[list[Grade]]]] = []
         """(positions in the requests, their grades) for each batch that the last `finish` has submitted."""
-        self._version = 0
         self.description = "rollout: embedded in every rank"
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, release: Callable[[], None] = lambda: None) -> bool:
         """Copy every tensor into the model. Raises ValueError if the stream lacks a parameter."""
-        self._version += 1
+        self.weights_version += 1
         missing = set(self._decoder.named)
         for name, tensor in weights():
             self._decoder.named[name].copy_(tensor)
@@ -201,7 +200,7 @@ class HFEngine(Engine):
         texts = self._detokenizer.decode(token_ids)
         taken = []
         for (row, length, reason), ids, values, text in zip(ended, token_ids, logprobs, texts, strict=True):
-            own, versions = values[:length].copy(), ((self._version, length),)
+            own, versions = values[:length].copy(), ((self.weights_version, length),)
             taken.append((row, Completion(ids, own, reason, text, versions, output.experts(row, length))))
         return taken
 

@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
 from dppo_megatron.rollout.fp8_weights import quantized, rounded_names
+from dppo_megatron.rollout.in_flight import collected, digest, restore
 from dppo_megatron.rollout.launched_servers import JobServers, listening_addresses
 from dppo_megatron.rollout.servers.connect import ChannelName, ConnectedServers, Launched, Membership, connect
 from dppo_megatron.rollout.servers.device_map import DeviceMap, this_device
@@ -140,6 +142,14 @@ class ServerEngine(Engine):
         return self._channel.receivers if self._channel is not None else (0,)
 
     @property
+    def weights_version(self) -> int:  # type: ignore[override]
+        return self._sync.version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self._sync.version = version
+
+    @property
     def holders(self) -> int:
         """Number of ranks that get completions: all ranks of the nodes that have a client."""
         return sum(node in self._client_nodes for node in self._nodes.of_rank)
@@ -170,10 +180,20 @@ class ServerEngine(Engine):
         yield from self._take(work).items()
         self._zero.here(lambda zero: zero.count(work, self._sync.version, self._stats))
 
-    def start(self, requests: Sequence[Request], sampling: Sampling) -> None:
+    def start(self, requests: Sequence[Request], sampling: Sampling, begun: dict[str, Any] | None = None) -> None:
         """Rollouts of earlier steps have priority."""
-        self._started.append(self._plan(requests, sampling, next(self._rollout_numbers)))
-        self._zero.here(lambda zero: zero.begin(self._started[-1]))
+        work = self._plan(requests, sampling, next(self._rollout_numbers))
+        self._started.append(work)
+        if begun is not None and self._zero.is_here:
+            restore(work, begun, self._sync.run)
+        self._zero.here(lambda zero: zero.begin(work))
+
+    def in_flight(self) -> dict[int, dict[str, Any]]:
+        """What is running is aborted, and goes on from its tokens. Empty if the rollout thread has failed."""
+        if self._zero.ask(lambda zero: zero.background.has_failed):
+            return {}
+        from_client = partial(take, self._take_path, self._secret, 0, 1, copies=True)
+        return collected(self._started, from_client if self._client is not None else None)
 
     def finish(self) -> dict[int, Completion]:
         """Wait for the started rollout of the earliest step. The ranks of a node share the completions of its client
@@ -310,6 +330,8 @@ class ServerEngine(Engine):
         work = Work(groups, expected, prompts, places, may_lose=trains, may_split=trains)
         work.order = requests[0].step if trains and requests else 0  # evaluations have priority over every step
         work.number = number
+        if trains and self._zero.is_here and (async_steps := self._config.rollout.async_steps):
+            work.digest = digest(groups, async_steps)
         return work
 
     def _take(self, work: Work) -> dict[int, Completion]:
@@ -422,8 +444,7 @@ class _Background:
     def resume(self) -> None:
         """Start the thread again, unless it runs, or has ended with an error other than NeedsWeights."""
         with self._lock:
-            failed = self._failure is not None and not isinstance(self._failure, NeedsWeights)
-            if not self._is_running and not failed:
+            if not self._is_running and not self.has_failed:
                 self._is_running, self._failure = True, None
                 self._thread = in_thread(self._run, "rollout")
 
@@ -437,6 +458,10 @@ class _Background:
                     return True
                 raise self._failure
         return False
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None and not isinstance(self._failure, NeedsWeights)
 
     def join(self) -> None:
         if self._thread is not None:

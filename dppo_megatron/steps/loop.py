@@ -105,6 +105,8 @@ class Loop:
         """The step in progress, until it is finished."""
         self._ahead: deque[Step] = deque()
         """Steps after `current` whose rollouts have begun."""
+        self._begun: dict[int, dict[str, Any]] = {}
+        """What the checkpoint has of the rollouts of the next steps, by step; on rank 0."""
         self.last_complete_step: int | None = 0
         """The step whose weights the actor has; None during a step's updates, when they are between two steps."""
         self.skipped_in_a_row = 0
@@ -353,14 +355,22 @@ class Loop:
         self.job.grade.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, besides the actor's, on which the step after `last_complete_step` depends; unfinished steps are
-        left out. Save rank 0's: only rank 0 selects."""
-        return self._coordinator.state_dict() | {"skipped_in_a_row": self.skipped_in_a_row}
+        """The state, besides the actor's and `in_flight`, on which the step after `last_complete_step` depends;
+        unfinished steps are left out. Save rank 0's: only rank 0 selects."""
+        counts = {"skipped_in_a_row": self.skipped_in_a_row, "weights_version": self._engine.weights_version}
+        return self._coordinator.state_dict() | counts
+
+    def in_flight(self) -> dict[str, Any]:
+        """What was sampled so far for steps to come, on rank 0; nothing within a step, whose own completions the engine
+        no longer has. Collective."""
+        return {"in_flight": {} if self.current is not None else self._engine.in_flight()}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Restore the `state_dict` of a checkpoint written after `step`."""
         self._coordinator.load_state_dict(state)
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self._begun = dict(state.get("in_flight", {}))
+        self._engine.weights_version = state.get("weights_version", 1) - 1  # the first sync brings the same weights
         self.last_complete_step = step
 
     def _release_weights(self) -> None:
@@ -383,7 +393,7 @@ class Loop:
             for item, size in zip(selected, self._sizes(selected), strict=True)
             for index in range(size)
         ]
-        self._engine.start(requests, self._sampling)
+        self._engine.start(requests, self._sampling, self._begun.pop(step.number, None))
         step.reach("generating")
 
     def _half_norm(self, step: Step, update: Update) -> float | None:

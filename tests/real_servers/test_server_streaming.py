@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file, save_file
+from support.engines.servers import Reference
 from support.job import read_metrics
 from support.launch import run_ranks
-from support.served import Served, train_on_this_rank
+from support.served import LONG, Served, generate_while, prompts_of, requests_for, train_on_this_rank
 
+from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.workbench.runs.trace import read_trace
 
 
@@ -69,3 +72,39 @@ def test_steps_stream_into_one_another(served: Served, tmp_path: Path) -> None:
         print(name, f"{seconds[ahead]:.2f} s a step, mean {lengths.mean():.0f} tokens, longest {lengths.max()}")
         print([round(row["rollout/staleness_mean"], 2) for row in rows], [round(row["time/step_s"], 2) for row in rows])
     assert chosen["resumed"] == chosen["streams"][4:]
+
+
+def test_another_trainer_goes_on_with_what_is_in_flight(served: Served, tmp_path: Path) -> None:
+    """Looked at in mid-generation, a rollout ends as the weights draw it; so does one of a trainer that has only what
+    was seen. What it had is not sampled again, and every token scores as the weights do, across all seams."""
+    config = served.config(tmp_path, rollout__async_steps=2, rollout__sync__in_flight="continue")
+    reference, sampling = Reference(served.files / "model", 9), Sampling(4 * LONG, 1.0, 0)
+    requests, states = requests_for(prompts_of(config)[:12]), list[dict[str, Any]]()
+    engine = served.engine(config)
+    engine.load_weights(reference.weights)
+
+    def look() -> None:
+        [state] = engine.in_flight().values()
+        states.append(state)
+
+    first = generate_while(engine, requests, look, tokens_each=4 * LONG, wait_s=0.6)
+    assert engine.statistics().retries == 0
+    [state], other = states, served.engine(config)
+    other.weights_version = engine.weights_version - 1
+    other.load_weights(reference.weights)
+    other.start(requests, sampling, state)
+    second = list(other.finish().values())
+    assert other.statistics().retries == 0
+    columns = state["places"], state["lengths"], np.cumsum(state["lengths"]), state["reasons"]
+    unfinished = 0
+    for (group, place), length, end, reason in zip(*columns, strict=True):
+        kept = state["tokens"][end - length : end].tolist(), state["logprobs"][end - length : end].tolist()
+        unfinished += reason == "abort"
+        for found in (first, second):
+            one = found[8 * group + place]
+            assert (one.token_ids[:length].tolist(), one.logprobs[:length].tolist()) == kept
+            assert len(one.token_ids) == length or (reason == "abort" and len(one.token_ids) > length)
+    assert unfinished > 10
+    assert served.same(first, second)
+    for found in (first, second):
+        assert reference.difference(requests, found).max() < 1e-3

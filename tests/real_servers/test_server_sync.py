@@ -117,9 +117,8 @@ def test_adapters_arrive_merged(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("in_flight", ["finish", "continue"])
 def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> None:
-    """Completions are one sync old where the policy waits for them, but for those of the step behind a checkpoint, over
-    which none is begun; and at most one elsewhere. The last step, which ends the run, looks at nothing ahead. Groups
-    have the sizes that were chosen ahead."""
+    """Completions are one sync old where the policy waits for them, also over a checkpoint, and at most one elsewhere.
+    The last step, which ends the run, looks at nothing ahead. Groups have the sizes that were chosen ahead."""
     config = served.config(
         tmp_path / "run",
         steps=4,
@@ -140,7 +139,7 @@ def test_one_step_off_policy(served: Served, tmp_path: Path, in_flight: str) -> 
     groups = [json.loads(line)["rewards"] for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()[1:]]
     assert [sum(map(len, step)) for step in groups] == [16 * 8] * 4
     assert len({len(group) for step in groups for group in step}) > 1
-    assert staleness == [0, 1, 0, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
+    assert staleness == [0, 1, 1, 1] if in_flight == "finish" else all(0 <= s <= 1 for s in staleness)
     assert all(np.isfinite(row["mismatch/logprob_abs_diff_mean"]) for row in rows)
 
 

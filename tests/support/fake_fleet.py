@@ -22,6 +22,7 @@ from dppo_megatron.rollout.servers.wire import (
     Expected,
     GenerateRequest,
     Graded,
+    Sampled,
     Submit,
 )
 from support.logged import logged_lines
@@ -88,6 +89,8 @@ class World:
     now: float = 0.0
     asked: list[Submit] = field(default_factory=list)
     open: dict[int, Submit] = field(default_factory=dict)
+    kept: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """Server, rollout, group and position of what was given to a client before an attempt."""
     cancelled: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     late: list[Event] = field(default_factory=list)
@@ -116,6 +119,9 @@ class World:
     def ask(self, ask: Submit) -> None:
         self.asked.append(ask)
         self.open[ask.ticket] = ask
+
+    def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
+        self.kept.append((server, *key))
 
     def end(self, tickets: Sequence[int]) -> None:
         self.ended += tickets

@@ -56,6 +56,15 @@ class EndRequests(msgspec.Struct, frozen=True, tag=True):
     """True: close the connections and discard the completions. False: have the servers abort, and keep their tokens."""
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """What was sampled of a completion before: its tokens are not sampled again."""
+
+    key: tuple[int, int, int]
+    """Rollout, group, position in the group."""
+    sampled: bytes
+    """A pickled `Sampled`."""
+
+
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
     text: str
 
@@ -66,9 +75,11 @@ class TakeShare(msgspec.Struct, frozen=True):
     share: int
     shares: int
     rollout: int
+    copies: bool = False
+    """Instead: copies of all that was sampled for the rollout so far, finished or not (`Client._so_far`)."""
 
 
-ToClient = Servers | Submit | EndRequests
+ToClient = Servers | Submit | EndRequests | Begun
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -51,6 +51,7 @@ from dppo_megatron.rollout.servers.http import (
     brief,
 )
 from dppo_megatron.rollout.servers.wire import (
+    NOT_BEGUN,
     AttemptFailed,
     Call,
     Completed,
@@ -58,8 +59,9 @@ from dppo_megatron.rollout.servers.wire import (
     Graded,
     Sampled,
     Submit,
-    as_sampled,
     checked,
+    joined,
+    until_end,
 )
 from dppo_megatron.types import Grade, GradeTask
 
@@ -67,6 +69,7 @@ OWN_FILES = 64
 """Open files that the client needs in addition to the sockets of its requests."""
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
+_INTERRUPT_S = 10.0
 _SEND_INTERVAL_S = 0.01
 """Minimum time between two writes to rank 0: each wakes a thread there that takes the interpreter from training."""
 
@@ -135,6 +138,13 @@ class CompletionBuffer:
                 self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
+    def ended(self, rollout: int) -> dict[tuple[int, int], Sampled]:
+        """All completions of a rollout that were not aborted, by group and position."""
+        with self._lock:
+            groups = [group for group in self._groups.values() if group.rollout == rollout]
+        each = ((group.index, place, one) for group in groups for place, one in enumerate(group.sampled, group.first))
+        return {(index, place): one for index, place, one in each if one.finish_reason != "abort"}
+
     def take(self, share: int, shares: int, rollout: int = 0) -> list[BufferedGroup]:
         """Remove and return a share of a rollout's ready groups, ordered by index."""
         with self._lock:
@@ -156,13 +166,25 @@ def hand_over(peer: socket.socket, groups: Sequence[BufferedGroup]) -> None:
     messages.send(peer, b"")
 
 
+@dataclass
+class _OpenAttempt:
+    submit: Submit
+    task: asyncio.Task[None]
+    running: dict[str, GenerateRequest] = field(default_factory=dict)
+    """Its requests at the server, by their ids there."""
+
+
 class Client:
     """The process's state. Everything but `_detokenize`, `_graded` and `_serve_ranks` runs in the event loop."""
 
     def __init__(self, setup: Setup, control: socket.socket) -> None:
         self._setup, self._control = setup, control
         self._buffer = CompletionBuffer()
-        self._attempts: dict[int, tuple[Submit, asyncio.Task[None]]] = {}
+        self._attempts: dict[int, _OpenAttempt] = {}
+        self._begun: dict[tuple[int, int, int], Sampled] = {}
+        """What was sampled of completions that are not done, by (rollout, group, position in it)."""
+        self._interrupted: set[int] = set()
+        """Tickets whose requests are aborted to see their tokens, and then go on."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
@@ -195,14 +217,16 @@ class Client:
         if isinstance(message, messages.Servers):
             self._servers.add(message.servers)
         elif isinstance(message, Submit):
-            self._attempts[message.ticket] = (message, self._start_task(self._attempt(message)))
+            self._attempts[message.ticket] = _OpenAttempt(message, self._start_task(self._attempt(message)))
+        elif isinstance(message, messages.Begun):
+            self._begun.setdefault(message.key, pickle.loads(message.sampled))  # by this job's rank 0, as the prompts
         else:
+            self._interrupted.difference_update(message.tickets)
             for ticket in message.tickets:
                 if message.drops and ticket in self._attempts:
-                    self._attempts.pop(ticket)[1].cancel()
+                    self._attempts.pop(ticket).task.cancel()
                 elif ticket in self._attempts:
-                    submit, _ = self._attempts[ticket]
-                    self._start_task(self._servers.abort(submit.server, submit.group))
+                    self._abort(ticket)
             if message.drops:
                 self._buffer.drop(message.tickets)
 
@@ -237,20 +261,78 @@ class Client:
             self._send(Completed(submit.ticket, lengths, list(reasons), spans, read_again))
             self._text_thread.submit(self._detokenize, submit, sampled)
 
+    def _abort(self, ticket: int) -> None:
+        """Have the server end the requests of an attempt, whose answers then have the tokens so far."""
+        for group in self._attempts[ticket].running.values():
+            self._start_task(self._servers.abort(self._attempts[ticket].submit.server, group))
+
     async def _sample(self, submit: Submit) -> list[Sampled]:
+        """The completions of a group. If some have begun, each goes on from there, in a request of its own."""
+        group, deadline = submit.group, self._loop.time() + submit.timeout_s
+        keys = [(submit.rollout, submit.index, submit.first + place) for place in range(group.count)]
+        while True:
+            begun = [self._begun.get(key, NOT_BEGUN) for key in keys]
+            left = msgspec.structs.replace(submit, timeout_s=deadline - self._loop.time())
+            is_new = self._begun.keys().isdisjoint(keys)
+            sampled = await (self._ask(left, group) if is_new else self._go_on(left, begun))
+            if submit.ticket not in self._interrupted:
+                break
+            self._interrupted.discard(submit.ticket)
+            ends = [until_end(one, group, index) for index, one in enumerate(sampled)]
+            self._begun |= {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
+        for key, one in zip(keys, sampled, strict=True):
+            if one.finish_reason != "abort":
+                self._begun.pop(key, None)
+        return sampled
+
+    async def _go_on(self, submit: Submit, sampled: list[Sampled]) -> list[Sampled]:
+        """`sampled`, what is known of a group, with the rests. The first failure cancels the other requests."""
+        group = submit.group
+        lacking = [index for index, one in enumerate(sampled) if one.finish_reason == "abort"]
+        asked = [asyncio.create_task(self._ask(submit, group.rest(index, sampled[index]))) for index in lacking]
+        try:
+            for index, [rest] in zip(lacking, await asyncio.gather(*asked), strict=True):
+                sampled[index] = joined(sampled[index], rest, group, index)
+        finally:
+            for task in asked:
+                task.cancel()
+        return sampled
+
+    async def _ask(self, submit: Submit, group: GenerateRequest) -> list[Sampled]:
+        """The answer to `group` from the attempt's server."""
+        running = self._attempts[submit.ticket].running
         for left in reversed(range(STALE_TRIES)):
             # an earlier attempt, whose connection was just closed, may still run, and SGLang refuses an id in use
-            name = f"{submit.group.request_id}.{secrets.token_hex(4)}"
-            unique = msgspec.structs.replace(submit, group=msgspec.structs.replace(submit.group, request_id=name))
-            self._attempts[submit.ticket] = (unique, self._attempts[submit.ticket][1])
+            unique = msgspec.structs.replace(group, request_id=f"{group.request_id}.{secrets.token_hex(4)}")
+            running[unique.request_id] = unique
             try:
-                return await self._servers.generate(unique)
+                return await self._servers.generate(msgspec.structs.replace(submit, group=unique))
             except Stale:
                 if not left:
                     raise
                 # the server may have read the request before the connection broke, and be generating
-                self._start_task(self._servers.abort(unique.server, unique.group))
+                self._start_task(self._servers.abort(submit.server, unique))
+            finally:
+                del running[unique.request_id]
         raise AssertionError("the last try returns or raises")
+
+    async def _so_far(self, rollout: int) -> list[BufferedGroup]:
+        """What a rollout has sampled so far, a group per completion. Its requests are aborted, and go on at once from
+        their tokens. Empty if one has not ended after `_INTERRUPT_S`: without it the others favour short completions.
+        """
+        tickets = {ticket for ticket, one in self._attempts.items() if one.submit.rollout == rollout}
+        self._interrupted |= tickets
+        wait_s = 0.02
+        while (late := tickets & self._interrupted & self._attempts.keys()) and wait_s < _INTERRUPT_S:
+            for ticket in late:  # again each time: an abort that overtakes its request has no effect
+                self._abort(ticket)
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
+        self._interrupted -= tickets
+        if late:
+            return []
+        found = {key[1:]: one for key, one in self._begun.items() if key[0] == rollout} | self._buffer.ended(rollout)
+        return [BufferedGroup(index, [one], [""], first=place) for (index, place), one in found.items()]
 
     def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
         """Detokenize a group and start its grading; runs in the text thread."""
@@ -318,7 +400,10 @@ class Client:
                 peer.settimeout(_CONNECT_S)
                 messages.handshake(peer, self._setup.secret, listens=True)
                 take = messages.TAKE.decode(messages.receive(peer))
-                hand_over(peer, self._buffer.take(take.share, take.shares, take.rollout))
+                groups = [] if take.copies else self._buffer.take(take.share, take.shares, take.rollout)
+                if take.copies:
+                    groups = asyncio.run_coroutine_threadsafe(self._so_far(take.rollout), self._loop).result()
+                hand_over(peer, groups)
 
 
 class ServerConnections:
@@ -347,7 +432,7 @@ class ServerConnections:
             async with asyncio.timeout(submit.timeout_s):
                 for calls in server.dialect.rounds(group):
                     if group.request_id not in self._running:
-                        return [as_sampled((), (), "abort", ())] * group.count
+                        return [NOT_BEGUN] * group.count
                     answers = await self._post_all(server, calls, group.answer_bytes)
         except TimeoutError:
             raise Unreachable(f"{server.peer.url}: no complete answer after {submit.timeout_s:g} s") from None

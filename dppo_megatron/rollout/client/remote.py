@@ -33,7 +33,7 @@ from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.frames import FrameBuffer
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.process import OWN_FILES, Setup
-from dppo_megatron.rollout.servers.wire import Event, Submit
+from dppo_megatron.rollout.servers.wire import Event, Sampled, Submit
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
 
@@ -121,13 +121,16 @@ class NodeClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def take(path: str, secret: bytes, share: int, shares: int, rollout: int = 0) -> Iterator[messages.Arrived]:
-    """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended."""
+def take(
+    path: str, secret: bytes, share: int, shares: int, rollout: int = 0, *, copies: bool = False
+) -> Iterator[messages.Arrived]:
+    """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended.
+    `copies`: see `TakeShare`."""
     try:
         with messages.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             messages.handshake(peer, secret, listens=False)
-            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout)))
+            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, copies)))
             yield from messages.take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None
@@ -233,6 +236,9 @@ class Clients:
 
     def ask(self, ask: Submit) -> None:
         self._send(self._of_server[ask.server], ask)
+
+    def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
+        self._send(self._of_server[server], messages.Begun(key, pickle.dumps(sampled)))
 
     def end(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=False)

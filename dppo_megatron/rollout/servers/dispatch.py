@@ -191,6 +191,9 @@ class Dispatch:
         self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
         limit_s = left_s + _CLIENT_GRACE_S
+        for place in range(first, first + group.count) if work.kept else ():
+            if (sampled := work.kept.get((whole, place))) is not None:
+                self._clients.keep(member.name, (work.number, whole, place), sampled)
         self._clients.ask(Submit(ticket, whole, member.name, group, work.expected, limit_s, prompt, work.number, first))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.servers.wire import Completed, Expected, GenerateRequest
+from dppo_megatron.rollout.servers.wire import Completed, Expected, GenerateRequest, Sampled
 from dppo_megatron.types import ExpertChoices
 
 _TOKENS_PER_READ = 8
@@ -124,6 +124,10 @@ class Work:
     newer weights (wholly or in part). Long completions are lost more often, so retries favour short ones."""
     sampled_under: dict[int, str] = field(default_factory=dict)
     """Request -> the weights version of its last lost attempt."""
+    digest: str = ""
+    """Of the requests, see `in_flight`; empty: no checkpoint holds what is in flight of them."""
+    kept: dict[tuple[int, int], Sampled] = field(default_factory=dict)
+    """(group, position there) -> what a checkpoint has of that completion."""
     retries: int = 0
     given_up: bool = False
     """The remaining completions are no longer wanted: `dispatch` ends its requests."""

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dppo_megatron.randomness import generator
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.types import ExpertArray, ExpertChoices, FinishReason
 
@@ -60,6 +61,16 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         limits = self.limits[first : first + count]
         limits = limits if min(limits, default=self.max_tokens) < self.max_tokens else ()
         return msgspec.structs.replace(self, request_id=name, count=count, seed=seed, limits=limits)
+
+    def rest(self, index: int, begun: Sampled) -> GenerateRequest:
+        """A request for what completion `index` lacks after its first tokens, `begun`. Its seed is another one: the
+        completion's own would draw those tokens' random numbers again."""
+        one, done = self.part(index, 1), len(begun.token_ids)
+        if not done:
+            return one
+        prompt = (*self.prompt_ids, *begun.token_ids.tolist())
+        seed = int(generator(one.seed, "rest", done).integers(1 << 30))
+        return msgspec.structs.replace(one, prompt_ids=prompt, seed=seed, max_tokens=one.limit(0) - done, limits=())
 
     def limit(self, index: int) -> int:
         return self.limits[index] if self.limits else self.max_tokens
@@ -250,12 +261,45 @@ def _with_true_end(one: Sampled, group: GenerateRequest, limit: int) -> Sampled:
     return one
 
 
+def until_end(one: Sampled, group: GenerateRequest, index: int) -> Sampled:
+    """`one`, an aborted answer for completion `index`, without the tokens drafted beyond its end (see `checked`)."""
+    limit, ends = group.limit(index), np.flatnonzero(np.isin(one.token_ids, group.stop_token_ids))
+    count = min(limit, int(ends[0]) + 1) if len(ends) else limit
+    if len(one.token_ids) <= count:
+        return one
+    versions = tuple((version, start, min(end, count)) for version, start, end in one.weights_versions if start < count)
+    experts = None if one.experts is None else one.experts[: len(group.prompt_ids) + count - 1]
+    cut = Sampled(one.token_ids[:count], one.logprobs[:count], one.finish_reason, versions, experts)
+    return _with_true_end(cut, group, limit)
+
+
+def joined(begun: Sampled, rest: Sampled, group: GenerateRequest, index: int) -> Sampled:
+    """Completion `index` of a group from its first tokens and the answer to `group.rest(index, begun)`."""
+    done, versions = len(begun.token_ids), list(begun.weights_versions)
+    for version, start, end in rest.weights_versions:
+        if versions and versions[-1][0] == version:
+            start = versions.pop()[1] - done
+        versions.append((version, start + done, end + done))
+    reason, routed = rest.finish_reason, len(group.prompt_ids) + done - 1
+    if reason == "length" and group.limit(index) < group.max_tokens:
+        reason = "early"
+    experts = begun.experts if rest.experts is None else rest.experts
+    if rest.experts is not None and begun.experts is not None and len(begun.experts) == routed:
+        experts = np.concatenate([begun.experts, rest.experts[routed:]])
+    tokens = np.concatenate([begun.token_ids, rest.token_ids])
+    logprobs = np.concatenate([begun.logprobs, rest.logprobs])
+    return Sampled(tokens, logprobs, reason, tuple(versions), experts)
+
+
 class VersionSpan(msgspec.Struct, gc=False):
     """Tokens [start, end) of a completion were sampled under `version`. Both engines use this form."""
 
     version: str
     start: int
     end: int
+
+
+NOT_BEGUN = Sampled(np.empty(0, np.int32), np.empty(0, np.float32), "abort", ())
 
 
 def as_sampled(
@@ -345,6 +389,10 @@ class RolloutClients(Protocol):
 
     def ask(self, ask: Submit) -> None:
         """Begin one attempt; its outcome is among the `events`."""
+
+    def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
+        """Give its client what was sampled of a completion before: (rollout, group, position in it). An attempt at that
+        completion, which comes next, asks only for the rest."""
 
     def end(self, tickets: Sequence[int]) -> None:
         """Have the servers abort these attempts now; the tokens so far are returned, with the reason `abort`."""

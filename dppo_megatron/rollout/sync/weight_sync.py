@@ -68,11 +68,11 @@ class ServerSide:
         """Begin a sync to `version`, which servers know as `name`. Returns whether it is to be proven."""
         if self._rollout.sync.in_flight == "finish":
             self._finish_requests()
-        self._version, self._version_name = version, name
+        is_first, self._version, self._version_name = not self._version, version, name
         self._fleet.expect(name)
         every = self._rollout.sync.verify_every
         is_overdue = self._checksums.is_overdue and any(one.server.shows_checksums for one in self._fleet.members)
-        return every > 0 and ((version - 1) % every == 0 or is_overdue)
+        return every > 0 and (is_first or (version - 1) % every == 0 or is_overdue)
 
     def take_tensors_verified(self) -> int | None:
         """Number of tensors that the last proof compared; None if there was none since the last call."""
