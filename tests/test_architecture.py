@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,6 +115,26 @@ def test_the_trainer_does_without_the_workbench() -> None:
     """A rank loads no plotting and no parser of command lines: only the program's entry imports the workbench."""
     users = {_name(path) for path in FILES if "workbench" in _own(path, "dppo_megatron.")}
     assert users == {"workbench", "__main__"}
+
+
+def _metric_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
+    """Lines of `metrics.get(...)` and of `.get("section/name", ...)`, whatever it is called on."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            of_metrics = re.search(r"(^|[._])metrics$", ast.unparse(node.func.value))
+            names = [
+                one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            if of_metrics or any(re.match(r"[a-z]+/", name) for name in names):
+                yield node.lineno
+
+
+def test_nothing_is_decided_by_a_metric_that_may_be_missing() -> None:
+    """A renamed metric would silently become its default: what decides something is a typed field."""
+    found = ['m.get("time/step_s", 0.0)', "step.metrics.get(name)", 'm["a/b"]', 'http.get("/health")', "names.get(a)"]
+    assert [len(list(_metric_reads(ast.walk(ast.parse(line))))) for line in found] == [1, 1, 0, 0, 0]
+    files = [path for path in FILES if _name(path) not in ("observe", "workbench")]
+    assert not [f"{path}:{line}" for path in files for line in _metric_reads(_nodes(path))]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -332,7 +332,7 @@ class Loop:
         record.timing = record.timers.timing()
         record.metrics |= self._receipts | self._engine.statistics().metrics() | record.timers.drain()
         rollout, device = self.job.config.rollout, self.actor.layout.device
-        record.metrics |= performance(record.counts, record.metrics, rollout, device)
+        record.metrics |= performance(record.counts, record.timing, rollout, device)
         self._receipts = {}
         lines, self.failed_policy = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # not by `reach`: if a failed sync ends the run, the step is only `updated`
