@@ -37,10 +37,11 @@ def python_command(module: str, *arguments: str, ranks: int = 1) -> list[str]:
 
 
 def start_python(
-    module: str, *arguments: str, ranks: int = 1, variables: Mapping[str, str] | None = None, **options: Any
+    module: str, *arguments: str, ranks: int = 1, variables: Mapping[str, str | None] | None = None, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start `python_command` with `variables` added to this environment; `options` are Popen's. Raises OSError."""
-    environment = package_environment() | dict(variables or {})
+    """Start `python_command` with `variables` added to this environment, or removed from it where None; `options` are
+    Popen's. Raises OSError."""
+    environment = {k: v for k, v in {**package_environment(), **(variables or {})}.items() if v is not None}
     return subprocess.Popen(python_command(module, *arguments, ranks=ranks), env=environment, **options)
 
 

@@ -102,8 +102,6 @@ class RolloutPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer."""
-
     token_ids: IntArray
     """Generated tokens [n], including the stop token if it was produced."""
     logprobs: npt.NDArray[np.float32]

@@ -45,7 +45,7 @@ LONGEST = (
     "test_pool",
     "test_hf_parity",
     "test_unbiased_actor",
-    "test_report",
+    "test_report_browser",
     "test_pipeline",
     "test_pruning_labels",
     "test_serve",

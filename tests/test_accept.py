@@ -56,7 +56,7 @@ def fake_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(runner, "CHILD", "child")
-    monkeypatch.setattr(runner, "package_environment", lambda: dict(os.environ) | {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 def _row(record: Record, step: str, what: str) -> tuple[str, str]:

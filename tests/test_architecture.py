@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     """A package or module in a table of docs/architecture.md."""
 
     may_import: set[str]
-    most_lines: int | None
+    most_lines: int
 
 
 def _table(marker: str) -> dict[str, Row]:
@@ -29,15 +29,13 @@ def _table(marker: str) -> dict[str, Row]:
     rows = text.split(f"<!-- {marker} -->")[1].strip().split("\n\n")[0].splitlines()[2:]
     found = {}
     for row in rows:
-        name, _, allowed, *lines = (cell.strip() for cell in row.strip("|").split("|"))
-        found[name.strip("`")] = Row(
-            set(re.findall(r"`(\w+)`", allowed)), int(lines[0].replace(",", "")) if lines else None
-        )
+        name, _, allowed, lines = (cell.strip() for cell in row.strip("|").split("|"))
+        found[name.strip("`")] = Row(set(re.findall(r"`(\w+)`", allowed)), int(lines.replace(",", "")))
     return found
 
 
 PACKAGES = _table("packages")
-INSIDE = {"rollout": _table("packages of rollout"), "workbench": _table("packages of workbench")}
+INSIDE = {name: _table(f"packages of {name}") for name in ("rewards", "rollout", "workbench")}
 PURE = {"pruning": {"numpy"}, "algorithms": {"numpy", "torch"}, "packing": {"numpy"}}
 """Packages of mathematics, and what they import beside this program and the standard library."""
 
@@ -117,6 +115,26 @@ def test_the_trainer_does_without_the_workbench() -> None:
     assert users == {"workbench", "__main__"}
 
 
+def _metric_reads(nodes: Iterable[ast.AST]) -> Iterator[int]:
+    """Lines of `metrics.get(...)` and of `.get("section/name", ...)`, whatever it is called on."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            of_metrics = re.search(r"(^|[._])metrics$", ast.unparse(node.func.value))
+            names = [
+                one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            if of_metrics or any(re.match(r"[a-z]+/", name) for name in names):
+                yield node.lineno
+
+
+def test_nothing_is_decided_by_a_metric_that_may_be_missing() -> None:
+    """A renamed metric would silently become its default: what decides something is a typed field."""
+    found = ['m.get("time/step_s", 0.0)', "step.metrics.get(name)", 'm["a/b"]', 'http.get("/health")', "names.get(a)"]
+    assert [len(list(_metric_reads(ast.walk(ast.parse(line))))) for line in found] == [1, 1, 0, 0, 0]
+    files = [path for path in FILES if _name(path) not in ("observe", "workbench")]
+    assert not [f"{path}:{line}" for path in files for line in _metric_reads(_nodes(path))]
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Circles of any length, inside packages too, those for types alone included."""
     edges = {name: {found for found in _imports(path) if found in MODULES} - {name} for name, path in MODULES.items()}
@@ -130,8 +148,7 @@ def _with_lines() -> Iterator[tuple[str, Path, int]]:
     tables = [(PACKAGE, PACKAGES), *((PACKAGE / package_name, rows) for package_name, rows in INSIDE.items())]
     for package, rows in tables:
         for name, row in rows.items():
-            if row.most_lines is not None:
-                yield name, package, row.most_lines
+            yield name, package, row.most_lines
 
 
 @pytest.mark.parametrize(("name", "package", "most_lines"), list(_with_lines()), ids=lambda value: str(value)[-20:])

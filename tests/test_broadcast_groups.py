@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_fleet import fleet_of
 from support.settings import rollout_config
 
-from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Refused, Unreachable
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.protocol import GroupRendezvous
@@ -156,7 +156,7 @@ def test_who_waits_for_a_broken_broadcast_is_released_in_time(
     trainer's own end, which is named, at once. None has the bucket, also if it says so: its broadcast was aborted."""
     store, let = dist.HashStore(), threading.Event()
     servers = [_Receiving(name, kind, store) for name, kind in zip("abc", kinds, strict=False)]
-    fleet = Fleet(servers, rollout_config({}))  # type: ignore[arg-type]
+    fleet = fleet_of(servers, rollout_config({}))
     channel = BroadcastChannel(fleet, "nccl", 1 << 20, 4.0)
     group = TorchBroadcastGroup.__new__(TorchBroadcastGroup)
     group._store, group._backend = store, _Nccl(let)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ import pytest
 import torch
 from support.engines.control import NO_ANSWERS, ROWS, VLLM_SETTINGS, Row
 from support.engines.stub import Asked, Behaviour, StubServers
-from support.fake_fleet import Inline, synced
+from support.fake_fleet import Inline, fleet_of, synced
 from support.job import job_config
 from support.launch import run_ranks
 from support.logged import logged_lines
@@ -112,7 +112,7 @@ def _config(files: Path, engine: str, **values: Any) -> Config:
 
 
 def _fleet(servers: Sequence[Any], config: Config, **more: Any) -> Fleet:
-    return Fleet(servers, config.rollout, threads=Inline(), **more)
+    return fleet_of(servers, config.rollout, threads=Inline(), **more)
 
 
 def test_every_call_has_its_row() -> None:

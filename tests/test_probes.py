@@ -11,6 +11,7 @@ from support.fake_fleet import (
     FakeServer,
     World,
     answered,
+    fleet_of,
     groups,
     nothing_in_flight,
     synced,
@@ -19,7 +20,6 @@ from support.fake_fleet import (
 from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.dispatch import dispatch
-from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.rollout.servers.wire import Event, Submit
@@ -58,7 +58,7 @@ def test_a_launched_server_that_answers_nothing_is_started_again() -> None:
     """After a minute, and not again while it starts, as long as it may take for that; nor one that answers in
     between."""
     now, server = [0.0], FakeServer("a")
-    fleet = Fleet([server], rollout_config({}), are_own=True, clock=lambda: now[0])  # type: ignore[list-item]
+    fleet = fleet_of([server], rollout_config({}), are_own=True, clock=lambda: now[0])
 
     def hangs_after(seconds: float) -> bool:
         now[0] += seconds

@@ -28,7 +28,7 @@ from dppo_megatron.observe.samples import (
     to_table,
 )
 from dppo_megatron.selection import Rollouts
-from dppo_megatron.steps.trace import reasons_of, recorded_positions
+from dppo_megatron.steps.trace import reasons_of, recorded_groups
 from dppo_megatron.types import Completion, Grade, Group, Prompt, RolloutPrompt
 from dppo_megatron.workbench.runs.sample_rows import newest_sample_file, read_rows
 
@@ -253,15 +253,15 @@ def test_which_groups_are_recorded() -> None:
     rollouts = Rollouts(np.zeros((count, 2)), np.full((count, 2), 10), np.zeros((count, 2)))
     index = np.arange(count)[::-1]
     config.observe.samples = SamplesConfig(share=0.2, max_mb_per_step=100)
-    steps = [set(recorded_positions(config, step, index, rollouts).tolist()) for step in range(1, 9)]
+    steps = [set(recorded_groups(config, step, index, rollouts).tolist()) for step in range(1, 9)]
     # 0.2 in each step, of others each time: both of two in 0.04; 5 deviations
     assert all(abs(len(one) / count - 0.2) < 5 * np.sqrt(0.2 * 0.8 / count) for one in steps)
     assert abs(len(steps[0] & steps[1]) / count - 0.04) < 5 * np.sqrt(0.04 * 0.96 / count)
     config.observe.samples.max_mb_per_step = len(steps[0]) * 0.5 * 16 * 20 / 1e6
-    small = set(recorded_positions(config, 1, index, rollouts).tolist())
+    small = set(recorded_groups(config, 1, index, rollouts).tolist())
     assert small < steps[0] and len(small) == len(steps[0]) // 2
     config.observe.samples = SamplesConfig(share=0.0)
-    assert len(recorded_positions(config, 1, index, rollouts)) == 0
+    assert len(recorded_groups(config, 1, index, rollouts)) == 0
 
 
 def test_reasons() -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from support.engines import fake_vllm
 from support.engines.fake_vllm import FakeVLLM, fake_python
+from support.fake_fleet import fleet_of
 from support.job import REPOSITORY, job_config, settings, write_job_files
 from support.launch import run_ranks
 from support.logged import logged_lines
@@ -36,7 +37,6 @@ from dppo_megatron.rollout.servers import directory
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership, connect
 from dppo_megatron.rollout.servers.device_map import CPU, RankDevice
 from dppo_megatron.rollout.servers.directory import Directory, Registration, RegistryEntry
-from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.steps import loop
 from dppo_megatron.types import Prompt, UserError
@@ -237,7 +237,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     """Addresses that are none, answers that are not this engine's: each said once, and the run goes on. One that has
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
-    said, fleet = logged_lines(), Fleet([], config.rollout)
+    said, fleet = logged_lines(), fleet_of([], config.rollout)
     known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
@@ -278,7 +278,7 @@ def test_servers_are_asked_about_themselves_at_the_same_time(
     architecture = prepare_job(config, 1).architecture
     known = connect(config, architecture, [RankDevice(0, frozenset((CPU,)))])
     assert sorted(server.http.url for server in known.servers) == sorted(urls)
-    fleet = Fleet([], config.rollout)
+    fleet = fleet_of([], config.rollout)
     Membership(known, config, architecture, lambda _: None).update(fleet)
     assert sorted(member.name for member in fleet.members) == sorted(urls)
     fleet.close()

@@ -22,6 +22,7 @@ from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import gather_all
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import prepare_job
+from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.rollout.engine import RolloutStats
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.run import Run
@@ -387,7 +388,7 @@ def test_speed_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all ranks; the rollout's seconds are a wait where servers generate beside the step. The fullest card counts,
     since the last step."""
     counts = StepCounts(4, 4, 8, 8, tokens_generated=1200, tokens_trained=600)
-    metrics = {"time/step_s": 10.0, "time/rollout_s": 2.0, "time/update_s": 3.0}
+    timing = StepTiming(step_s=10.0, generating_s=2.0, grading_s=1.0, update_s=3.0, probe_s=0.0)
     peaks = [(5 << 30, 7 << 30), (6 << 30, 6 << 30)]
     cleared: list[torch.device] = []
     monkeypatch.setattr(performance_module, "world_size", lambda: 2)
@@ -396,7 +397,7 @@ def test_speed_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 << 30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", cleared.append)
     rollout, card = RolloutConfig(), torch.device("cuda", 0)
-    found = performance_module.performance(counts, metrics, rollout, card)
+    found = performance_module.performance(counts, timing, rollout, card)
     assert found == {
         "perf/generated_tokens_per_s_per_gpu": 300.0,
         "perf/trained_tokens_per_s_per_gpu": 100.0,
@@ -405,13 +406,13 @@ def test_speed_and_memory_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert cleared == [card]
     rollout.async_steps = 1
-    beside = performance_module.performance(counts, metrics, rollout, torch.device("cpu"))
+    beside = performance_module.performance(counts, timing, rollout, torch.device("cpu"))
     assert beside == {"perf/generated_tokens_per_s_per_gpu": 60.0, "perf/trained_tokens_per_s_per_gpu": 100.0}
     rollout.servers.colocate = True
-    [sharing, _] = performance_module.performance(counts, metrics, rollout, torch.device("cpu")).values()
+    [sharing, _] = performance_module.performance(counts, timing, rollout, torch.device("cpu")).values()
     assert sharing == 300.0
     monkeypatch.setattr(performance_module, "to_rank_zero", lambda mine: [])
-    assert performance_module.performance(None, metrics, rollout, card) == {}, "another rank than 0"
+    assert performance_module.performance(None, timing, rollout, card) == {}, "another rank than 0"
 
 
 def test_holes_in_the_heap_are_returned_once_a_minute() -> None:

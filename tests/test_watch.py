@@ -22,12 +22,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from support.fake_fleet import fleet_of
 from support.job import REPOSITORY
 from support.record import write_record
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.evaluation import follow as follow_module
-from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs import run_record
@@ -240,7 +240,7 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     """From the fleet's own states to the picture; and nothing is written where no run is."""
     run = _running(write_record(tmp_path / "run", 3))
     (run / "run.json").write_text("{}")
-    fleet = Fleet([_Server()], RolloutConfig(), threads=_NoAnswer(), health_file=HealthFile(run))  # type: ignore[list-item]
+    fleet = fleet_of([_Server()], RolloutConfig(), threads=_NoAnswer(), health_file=HealthFile(run))
     [member] = fleet.members
     fleet.expect("1")
     with fleet.lock:

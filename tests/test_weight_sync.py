@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_fleet import fleet_of
 from support.launch import run_ranks
 from support.logged import logged_lines
 from support.settings import rollout_config
@@ -76,7 +77,7 @@ class Running:
             server.healthy(timeout_s=60)  # until it has started
             server.calls.clear()
         config = _config(**values)
-        fleet = Fleet(servers, config)  # type: ignore[arg-type]
+        fleet = fleet_of(servers, config)
         channel = BroadcastChannel(fleet, "gloo", BUCKET, config.limits.sync_timeout_s)
         return WeightSync(config, channel, fleet), fleet, channel
 
@@ -286,7 +287,7 @@ def test_a_colocated_server_that_was_started_again_sleeps_first() -> None:
     live, who has failed waits for the next sync: the actor's weights would be beside that one's cache."""
     good, bad = Told("a"), Told("b", fails=True)
     config = _config(**{"servers.colocate": True})
-    fleet = Fleet([cast(Any, good), cast(Any, bad)], config)
+    fleet = fleet_of([good, bad], config)
     sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
     sync.sleep()
     sync.to(lambda: _weights(1))
@@ -308,7 +309,7 @@ def test_a_colocated_server_sleeps_over_requests_that_go_on() -> None:
     """What an outage has left there is ended all the same: others have answered it."""
     servers = Told("a"), Told("b")
     config = _config(**{"servers.colocate": True, "sync.in_flight": "continue"})
-    fleet = Fleet([cast(Any, server) for server in servers], config)
+    fleet = fleet_of(servers, config)
     sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
     sync.to(lambda: _weights(1))
     fleet.mark_out(fleet.members[1], "a broken connection")
@@ -320,7 +321,7 @@ def test_a_colocated_server_sleeps_over_requests_that_go_on() -> None:
 
 def test_requests_that_are_to_finish_are_asked_under_the_old_weights() -> None:
     """Servers are live until the rollout has ended, so that what still waits for room does not wait for the sync."""
-    fleet = Fleet([cast(Any, Told("a")), cast(Any, Told("b"))], _config())
+    fleet = fleet_of([Told("a"), Told("b")], _config())
     seen: list[list[str]] = []
     sync = WeightSync(
         _config(), cast(Any, Telling(fleet)), fleet, lambda: seen.append([member.state for member in fleet.members])
@@ -335,7 +336,7 @@ def _meeting(config: RolloutConfig, directory: Path) -> list[bool]:
     told: list[bool] = []
     pushed, ended, is_first = directory / "pushed", directory / "ended", torch.distributed.get_rank() == 0
     server = Told("a", woken=lambda: told.append(ended.exists()))
-    fleet = Fleet([cast(Any, server)], config) if is_first else None
+    fleet = fleet_of([server], config) if is_first else None
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         yield "t", torch.ones(1)
@@ -390,7 +391,7 @@ def test_the_next_bucket_is_gathered_while_one_is_handed_over() -> None:
             assert number < 3 or len(channel.in_time) >= number - 2, "the stream runs away"
             yield str(number), torch.ones(1)
 
-    channel = OneBehind(Fleet([cast(Any, _Nameless())], _config()), asked)
+    channel = OneBehind(fleet_of([_Nameless()], _config()), asked)
     assert channel.push(stream(), [], "1") == [] and channel.in_time == [True] * 5
 
 
@@ -411,7 +412,7 @@ def test_a_bucket_is_sent_as_it_lies() -> None:
 
 def _through_memory(config: RolloutConfig, servers: list[PipeServer]) -> Any:
     """Two ranks, a server beside each; rank 0 speaks to both over the pipes that it has inherited."""
-    fleet = Fleet(servers, config) if torch.distributed.get_rank() == 0 else None  # type: ignore[arg-type]
+    fleet = fleet_of(servers, config) if torch.distributed.get_rank() == 0 else None
     beside = {server.http.url: (rank,) for rank, server in enumerate(servers)}
     channel = SharedMemoryChannel(fleet, beside, _noted(vllm_offer), BUCKET, 3600)
     patience = channel._group._get_backend(torch.device("cpu")).options._timeout
@@ -462,7 +463,7 @@ def _without_files(config: RolloutConfig) -> str:
         raise RunAborted("the trainer cannot open a connection: Too many open files")
 
     server.pause = pause  # type: ignore[method-assign]
-    fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
+    fleet = fleet_of([server], config) if dist.get_rank() == 0 else None
     channel = SharedMemoryChannel(fleet, {"a": (0, 1)}, vllm_offer, BUCKET, 60)
     sync = WeightSync(config, channel, fleet)
     with pytest.raises(RunAborted) as stopped:
@@ -487,7 +488,7 @@ def test_what_breaks_the_stream_is_no_failure_to_hand_over(proves: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     config = _config(**{"sync.verify_every": proves})
-    fleet = Fleet([cast(Any, Told("a"))], config)
+    fleet = fleet_of([Told("a")], config)
     sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
     with pytest.raises(torch.OutOfMemoryError):
         sync.to(stream)
@@ -569,7 +570,7 @@ def test_checksums_are_taken_where_there_is_something_to_compare(monkeypatch: py
     servers[1].shows_checksums = False
     for asked in (servers, servers[1:]):
         config = _config(**{"sync.verify_every": 1})
-        fleet = Fleet([cast(Any, server) for server in asked], config)
+        fleet = fleet_of(asked, config)
         sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
         assert sync.to(lambda: _weights(1)), "the canary is due all the same"
     assert len(hashed) == 1 and [server.calls.count("checksums") for server in servers] == [1, 0]
@@ -585,7 +586,7 @@ def _due_after_silence(config: RolloutConfig) -> list[bool]:
         return [{}]
 
     server.checksums = checksums  # type: ignore[attr-defined]
-    fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
+    fleet = fleet_of([server], config) if dist.get_rank() == 0 else None
     sync = WeightSync(config, cast(Any, Telling(fleet)), fleet)
     return [sync.to(lambda: _weights(1)) for _ in range(3)]
 

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+NO_ROLLOUTS: Any = object()
+"""The clients of a fleet whose servers only take weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bar:

@@ -22,7 +22,7 @@ from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
-from plane.common import Bar
+from plane.common import NO_ROLLOUTS, Bar
 
 PROBE_TIMEOUT_S = 2.0
 
@@ -55,7 +55,7 @@ def _times(count: int, hung: int, answer_s: float) -> dict[str, float]:
     try:
         for server in servers:
             server.healthy(timeout_s=120)
-        fleet = Fleet(servers, config)  # type: ignore[arg-type]
+        fleet = Fleet(servers, config, NO_ROLLOUTS)  # type: ignore[arg-type]
         sync = WeightSync(config, BroadcastChannel(fleet, "gloo", 1 << 20, 60.0), fleet)
         sync.to(lambda: weights)
         group = GenerateRequest("0-0-0", (1, 2), 1, 0, 4, stop_token_ids=(1,))

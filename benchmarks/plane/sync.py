@@ -28,7 +28,7 @@ from dppo_megatron.rollout.sync.weight_sync import WeightSync
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.weights.hf_files import CheckpointReader
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
-from plane.common import Bar, cpu_s, on_ranks
+from plane.common import NO_ROLLOUTS, Bar, cpu_s, on_ranks
 
 ROUNDS = 5
 COUNTED = ("broadcast", "all_gather", "all_reduce", "gather", "scatter", "batch_isend_irecv", "isend", "irecv")
@@ -44,7 +44,7 @@ def _make(servers: list[PipeServer], bucket_mb: int) -> tuple[WeightSync, Fleet]
     config.limits.sync_timeout_s = 300.0
     for server in servers:
         server.healthy(timeout_s=120)
-    fleet = Fleet(servers, config)  # type: ignore[arg-type]
+    fleet = Fleet(servers, config, NO_ROLLOUTS)  # type: ignore[arg-type]
     return WeightSync(config, BroadcastChannel(fleet, "gloo", bucket_mb << 20, 300.0), fleet), fleet
 
 

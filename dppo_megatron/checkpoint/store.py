@@ -390,7 +390,6 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Restore what `generators` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

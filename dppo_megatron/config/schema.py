@@ -260,8 +260,6 @@ class GuardConfig:
 
 @dataclass
 class Config:
-    """A whole training job."""
-
     page = "configuration.md"
     run_dir: str = field(default="", metadata=FREE_AT_RESUME | {"page": "run_directory.md"})
     """Where the run writes; see docs/run_directory.md. If it already holds this run, the run resumes."""

@@ -103,7 +103,6 @@ class WeightedOrder:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all sets."""
         return int(self._first[-1])
 
     def taken(self, position: int) -> IntArray:

@@ -304,7 +304,6 @@ def load_eval_sets(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[s
 
 
 def set_sizes(sets: Mapping[str, ProblemSet]) -> dict[str, int]:
-    """Problems of each set."""
     return {name: len(one.prompts) for name, one in sets.items()}
 
 

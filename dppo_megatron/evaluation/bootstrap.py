@@ -60,7 +60,6 @@ class Difference:
         return self.low is None or self.high is None or self.low <= 0.0 <= self.high
 
     def as_json(self) -> dict[str, Any]:
-        """For comparison.json."""
         return asdict(self) | {"within_noise": self.within_noise}
 
 

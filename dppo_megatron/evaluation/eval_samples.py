@@ -90,8 +90,8 @@ class EvalSample:
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
-    """A unique id for each problem of a set: the `id` of its row, with the position appended if several rows have it;
-    without an `id`, the position.
+    """A unique id for each problem of a set: the `id` of its row, with the index appended if several rows have it;
+    without an `id`, the index.
 
     Example:
         rows with id "a", "b", "b"  ->  ["a", "b#1", "b#2"]; rows without  ->  ["0", "1", "2"]

@@ -38,8 +38,6 @@ class SampleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems."""
-
     value: float | None
     """None if there was no problem to average over."""
     se: float | None

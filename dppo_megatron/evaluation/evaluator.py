@@ -97,8 +97,8 @@ class Evaluator:
         fallback = Sampling(1, 0.0, 0)  # each request carries its own sampling
         ranks, total = world_size(), len(requests)
         with progress("evaluation", total, "answers") as advance:
-            for count, (position, completion) in enumerate(engine.stream(requests, fallback), start=1):
-                one = _ungraded(*missing[position], completion)
+            for count, (index, completion) in enumerate(engine.stream(requests, fallback), start=1):
+                one = _ungraded(*missing[index], completion)
                 samples[key_of(one)] = one
                 if unfinished is not None:
                     unfinished.add(one)
@@ -111,7 +111,7 @@ class Evaluator:
             samples |= {key_of(one): one for one in graded}
             if unfinished is not None:
                 unfinished.add_verdicts(graded)
-        return [samples[key] for one, *place in items if (key := (one.name, *place)) in samples]
+        return [samples[key] for one, *indices in items if (key := (one.name, *indices)) in samples]
 
     def sample_alone(self, engine: Engine, unfinished: UnfinishedSamples | None = None) -> list[EvalSample]:
         """`sample` in a single process, with the votes that maj@k counts."""

@@ -21,11 +21,15 @@ class StepTiming:
 
     step_s: float
     """The whole step, `probe_s` included."""
-    rollout_s: float
-    """Generating and grading."""
+    generating_s: float
+    grading_s: float
     update_s: float
     probe_s: float
     """The noise probe, which most steps do not have."""
+
+    @property
+    def rollout_s(self) -> float:
+        return self.generating_s + self.grading_s
 
     @property
     def other_s(self) -> float:
@@ -66,11 +70,8 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def timing(self) -> StepTiming:
-        """Seconds since the last `drain`; 0 for phases that did not run."""
-        step, rollout, reward, update, probe = (
-            self._seconds.get(name, 0.0) for name in ("step", "rollout", "reward", "update", "probe")
-        )
-        return StepTiming(step_s=step, rollout_s=rollout + reward, update_s=update, probe_s=probe)
+        """Seconds since the last `drain`, in the order of the fields; 0 for phases that did not run."""
+        return StepTiming(*(self._seconds.get(name, 0.0) for name in ("step", "rollout", "reward", "update", "probe")))
 
     def drain(self) -> dict[str, float]:
         """`time/<phase>_s` -> seconds since the last call."""

@@ -41,8 +41,8 @@ _QUEUE = 4
 class RecordedGroup:
     """One group and the decisions about it. Arrays are [n], its completions."""
 
-    position: int
-    """Its position among the groups of the step."""
+    group_index: int
+    """Its index in the step."""
     group: Group
     advantages: FloatArray
     completion_prob: FloatArray
@@ -62,14 +62,14 @@ def add_actor_logprobs(
     """Add the actor's log-probabilities to the recorded groups, for the completions of one update.
 
     Args:
-        rows: [n] completions in the update's plan: position of the group times `width`, plus the completion index.
+        rows: [n] completions in the update's plan: index of the group times `width`, plus the completion index.
         values: index into `rows` -> log-probabilities, [completion tokens].
     """
-    by_position = {one.position: one for one in groups}
-    for row, logprobs in values.items() if groups else ():
-        position, index = divmod(int(rows[row]), width)
-        if position in by_position:
-            by_position[position].actor_logprobs[index] = logprobs
+    by_index = {one.group_index: one for one in groups}
+    for place, logprobs in values.items() if groups else ():
+        group_index, completion_index = divmod(int(rows[place]), width)
+        if group_index in by_index:
+            by_index[group_index].actor_logprobs[completion_index] = logprobs
 
 
 class SampleWriter:
@@ -222,7 +222,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
     """A step's completions as a pyarrow table: one row per completion, in the order of the groups."""
     import pyarrow as pa
 
-    rows = [(one, index) for one in sorted(groups, key=lambda one: one.position) for index in range(len(one.kept))]
+    rows = [(one, index) for one in sorted(groups, key=lambda one: one.group_index) for index in range(len(one.kept))]
     done = [one.group.completions[index] for one, index in rows]
     grades = [one.group.grades[index] if one.group.grades else None for one, index in rows]
     prompts = [one.group.selected for one, _ in rows]
@@ -232,7 +232,7 @@ def to_table(step: int, groups: Sequence[RecordedGroup], correct_from: Mapping[s
     correct = [None if grade is None else is_correct(grade, bound) for grade, bound in zip(grades, bounds, strict=True)]
     columns: dict[str, tuple[Any, Any]] = {
         "step": ([step] * len(rows), pa.int32()),
-        "group": ([one.position for one, _ in rows], pa.int32()),
+        "group": ([one.group_index for one, _ in rows], pa.int32()),
         "completion": ([index for _, index in rows], pa.int32()),
         "prompt_index": ([item.prompt.index for item in prompts], pa.int64()),
         "source": ([unicode_text(item.prompt.source) for item in prompts], pa.string()),

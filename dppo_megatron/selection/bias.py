@@ -112,6 +112,6 @@ def _donors(pi: FloatArray, kept: np.ndarray) -> np.ndarray:
     missing = missing[np.argsort(pi[missing], kind="stable")]
     represented = 1.0 / pi[kept][by_prob] - 1.0  # skipped rows that each kept row represents
     ends = np.cumsum(represented if represented.sum() > 0 else np.ones(len(represented)))
-    place = (np.arange(len(missing)) + 0.5) / max(len(missing), 1) * ends[-1]
-    donor[missing] = by_prob[np.searchsorted(ends, place)]
+    target = (np.arange(len(missing)) + 0.5) / max(len(missing), 1) * ends[-1]
+    donor[missing] = by_prob[np.searchsorted(ends, target)]
     return donor

@@ -468,8 +468,8 @@ class Selector:
         """
         if not self._prompt_policy.resamples:
             return prompts.minibatch
-        position = np.maximum(np.cumsum(groups.kept) - 1, 0)
-        return np.asarray(position * self._updates // max(int(groups.kept.sum()), 1))
+        kept_before = np.maximum(np.cumsum(groups.kept) - 1, 0)
+        return np.asarray(kept_before * self._updates // max(int(groups.kept.sum()), 1))
 
     def _denominator(
         self, rollouts: Rollouts, minibatch: IntArray, groups: Selection, state: OpenStep, prompts: PromptDraw

@@ -76,7 +76,7 @@ class _Parcels:
 
     update: IntArray
     place: IntArray
-    """Position in the update's `rows`."""
+    """Index in the update's `rows`."""
     row: IntArray
     holder: IntArray
     """The rank that has its tokens."""
@@ -129,7 +129,7 @@ def exchange(
     """The updates of a step with the samples of this rank's replica. Collective.
 
     Args:
-        groups: position in the step -> group, for the groups that this rank holds.
+        groups: index in the step -> group, for the groups that this rank holds.
         holders: [K] the rank that holds each group.
         choices: form of the completions' replayed experts; None: they have none.
         tokens: computes values per token, on the completion's holder; None: every token has the completion's values.
@@ -144,12 +144,13 @@ def exchange(
 
     def columns_of(index: int) -> list[Column]:
         """The columns of a parcel that this rank holds."""
-        group, place = divmod(int(parcels.row[index]), group_size)
-        completion = groups[group].completions[place]
+        group, completion_index = divmod(int(parcels.row[index]), group_size)
+        completion = groups[group].completions[completion_index]
         columns: list[Column] = [completion.token_ids.astype(np.int32).view(np.float32), completion.logprobs]
         if tokens is not None:
             plan = plans[int(parcels.update[index])]
-            columns += tokens.columns(groups[group], place, float(plan.advantages[parcels.place[index]])).values()
+            advantage = float(plan.advantages[parcels.place[index]])
+            columns += tokens.columns(groups[group], completion_index, advantage).values()
         return columns if choices is None else [*columns, _experts_as_words(completion, choices)]
 
     here, errors = dict[int, list[Column]](), list[str]()

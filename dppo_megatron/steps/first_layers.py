@@ -185,9 +185,9 @@ def _engine_logprobs(architecture: Architecture, reader: CheckpointReader, sampl
         tensor.copy_(reader.get(name))
     for sample in samples:
         ids, half = torch.from_numpy(sample.token_ids), len(sample.token_ids) // 2
-        cache, places = decoder.empty_cache(1, half), torch.arange(len(ids))
-        logits = [decoder.read(ids[None, :half], places[None, :half], torch.ones(1, half, dtype=torch.bool), cache)]
-        logits += [decoder.step(ids[at : at + 1], places[at : at + 1], None, cache) for at in places[half:-1]]
+        cache, positions = decoder.empty_cache(1, half), torch.arange(len(ids))
+        logits = [decoder.read(ids[None, :half], positions[None, :half], torch.ones(1, half, dtype=torch.bool), cache)]
+        logits += [decoder.step(ids[at : at + 1], positions[at : at + 1], None, cache) for at in positions[half:-1]]
         yield torch.cat(logits).double().log_softmax(-1).gather(1, ids[half:, None])[:, 0].numpy()
 
 

@@ -226,9 +226,9 @@ class Loop:
         ends = np.cumsum(sizes, dtype=np.int64)
         mine = np.unique(np.searchsorted(ends, sorted(completions), side="right")).tolist()
         with timers.phase("reward"):
-            positions = [position for group in mine for position in range(ends[group] - sizes[group], ends[group])]
-            flat = [completions[position] for position in positions]
-            known = {place: grades[position] for place, position in enumerate(positions) if position in grades}
+            requests = [request for group in mine for request in range(ends[group] - sizes[group], ends[group])]
+            flat = [completions[request] for request in requests]
+            known = {index: grades[request] for index, request in enumerate(requests) if request in grades}
             prompts, my_sizes = [selected[group] for group in mine], [sizes[group] for group in mine]
             graded = grade_groups(self.job.grade, prompts, flat, my_sizes, known)
             config = self.job.config
@@ -334,7 +334,7 @@ class Loop:
         record.timing = record.timers.timing()
         record.metrics |= self._receipts | self._engine.statistics().metrics() | record.timers.drain()
         rollout, device = self.job.config.rollout, self.actor.layout.device
-        record.metrics |= performance(record.counts, record.metrics, rollout, device)
+        record.metrics |= performance(record.counts, record.timing, rollout, device)
         self._receipts = {}
         lines, self.failed_policy = from_rank_zero(lambda: self._coordinator.learn(step))
         step.reached = "finished"  # not by `reach`: if a failed sync ends the run, the step is only `updated`

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import to_rank_zero, world_size
+from dppo_megatron.observe.metrics import StepTiming
 from dppo_megatron.types import StepCounts, mean_of_sums
 
 
 def performance(
-    counts: StepCounts | None, metrics: Mapping[str, float], rollout: RolloutConfig, device: torch.device
+    counts: StepCounts | None, timing: StepTiming, rollout: RolloutConfig, device: torch.device
 ) -> dict[str, float]:
     """Metrics of a finished step. Only rank 0 has its `counts` and returns throughputs. The divisor is the trainer's
     ranks, also if servers on other GPUs generate. Memory is the maximum over ranks since the last call. Collective."""
     found: dict[str, float] = {}
     if counts is not None:
-        # servers on GPUs of their own generate during the whole step; time/rollout_s is then only the wait for the rest
+        # servers on GPUs of their own generate during the whole step; `generating_s` is then only the wait for the rest
         overlaps = rollout.async_steps > 0 and not rollout.servers.colocate
-        generating = metrics["time/step_s"] if overlaps else metrics.get("time/rollout_s", 0.0)
+        generating = timing.step_s if overlaps else timing.generating_s
         for name, tokens, seconds in (
             ("generated", counts.tokens_generated, generating),
-            ("trained", counts.tokens_trained, metrics.get("time/update_s", 0.0)),
+            ("trained", counts.tokens_trained, timing.update_s),
         ):
             found[f"perf/{name}_tokens_per_s_per_gpu"] = mean_of_sums(tokens, seconds * world_size())
     if device.type == "cuda":

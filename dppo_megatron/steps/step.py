@@ -85,8 +85,8 @@ class StepRecord:
 class RolloutTable:
     """The outcomes of k groups as arrays: what rank 0 needs to select completions, 43 bytes of each."""
 
-    position: IntArray
-    """[k] position of each group in the step."""
+    group_index: IntArray
+    """[k] index of each group in the step."""
     holder: IntArray
     """[k] the rank that holds its completions."""
     outcomes: Rollouts
@@ -98,7 +98,7 @@ class RolloutTable:
 
     @staticmethod
     def of(groups: Mapping[int, Group], width: int, rank: int) -> RolloutTable:
-        """Outcomes of the groups that `rank` holds: position in the step -> group of at most `width` completions."""
+        """Outcomes of the groups that `rank` holds: index in the step -> group of at most `width` completions."""
         held = list(groups.values())
         asked = np.arange(width) < np.array([len(group.completions) for group in held], dtype=np.int64)[:, None]
         completions = [completion for group in held for completion in group.completions]
@@ -111,7 +111,7 @@ class RolloutTable:
             return filled
 
         return RolloutTable(
-            position=np.array(list(groups), dtype=np.int64),
+            group_index=np.array(list(groups), dtype=np.int64),
             holder=np.full(len(groups), rank, dtype=np.int64),
             outcomes=Rollouts(
                 rewards=table((reward for group in held for reward in group.rewards), np.nan, np.float64),
@@ -139,8 +139,8 @@ class RolloutTable:
 
     @staticmethod
     def join(parts: Sequence[RolloutTable]) -> RolloutTable:
-        """All groups of a step, sorted by position; `grades` stay in the order of `parts`."""
-        order = np.argsort(np.concatenate([part.position for part in parts]))
+        """All groups of a step, sorted by index; `grades` stay in the order of `parts`."""
+        order = np.argsort(np.concatenate([part.group_index for part in parts]))
 
         def columns(of: Sequence[Any], *names: str) -> dict[str, Any]:
             return {name: np.concatenate([getattr(one, name) for one in of])[order] for name in names}
@@ -149,7 +149,7 @@ class RolloutTable:
         outcomes = Rollouts(**columns([part.outcomes for part in parts], *names))
         keys = dict.fromkeys(key for part in parts for key in part.grades)
         tables = {key: GradeTable.join([part.grades[key] for part in parts if key in part.grades]) for key in keys}
-        return RolloutTable(**columns(parts, "position", "holder", "surprisal"), outcomes=outcomes, grades=tables)
+        return RolloutTable(**columns(parts, "group_index", "holder", "surprisal"), outcomes=outcomes, grades=tables)
 
     def metrics(self, inclusion_prob: FloatArray) -> dict[str, float]:
         """Metrics of the rollout: Horvitz-Thompson estimates over all prompts that could have been drawn (entropy per
@@ -221,7 +221,7 @@ class UpdatePlan:
     """
 
     rows: IntArray
-    """[n] kept completions: position of the group in the step times G, plus the completion's index."""
+    """[n] kept completions: index of the group in the step times G, plus the completion's index."""
     lengths: IntArray
     """[n] completion tokens."""
     advantages: FloatArray
@@ -229,7 +229,7 @@ class UpdatePlan:
     denominators: FloatArray
     figure_weights: FloatArray
     pack: PackPlan
-    """Its `members` are positions in `rows`."""
+    """Its `members` are places in `rows`."""
     has_support: bool
     """Figures with these weights estimate the policy's; else they describe only kept samples. See `TrainSelection`."""
 

@@ -112,26 +112,26 @@ def _requested(table: np.ndarray[Any, Any], sizes: Sequence[int]) -> list[np.nda
 
 
 def decided(config: Config, step: int, decision: TrainSelection, rollouts: Rollouts) -> dict[int, tuple[Any, ...]]:
-    """Position in the step of each recorded group -> the decisions about its completions: the fields of `RecordedGroup`
+    """Index in the step of each recorded group -> the decisions about its completions: the fields of `RecordedGroup`
     after `group`. Sent to all ranks, since the texts are on the ranks that hold the groups."""
     flat = (decision.advantages, decision.completion_prob, decision.weight, decision.kept)
     columns = [part.reshape(rollouts.rewards.shape) for part in flat]
     why = reasons_of(config, decision, rollouts).reshape(rollouts.rewards.shape)
-    positions = recorded_positions(config, step, decision.prompts.prompt_index, rollouts).tolist()
+    groups = recorded_groups(config, step, decision.prompts.prompt_index, rollouts).tolist()
     ends = decision.prompts.size
     return {
         one: (*(column[one, : ends[one]] for column in columns), tuple(why[one, : ends[one]].tolist()))
-        for one in positions
+        for one in groups
     }
 
 
-def recorded_positions(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:
-    """[R] sorted positions of the recorded groups, in the order of their draws, until the step's size limit is reached.
+def recorded_groups(config: Config, step: int, prompt_index: IntArray, rollouts: Rollouts) -> IntArray:
+    """[R] sorted indices of the recorded groups, in the order of their draws, until the step's size limit is reached.
 
     Args:
         prompt_index: [K].
 
-    Example: share 0.5, prompts [7, 9, 4], their draws [0.8, 0.1, 0.3] -> positions [1, 2]; with room for one -> [1].
+    Example: share 0.5, prompts [7, 9, 4], their draws [0.8, 0.1, 0.3] -> groups [1, 2]; with room for one -> [1].
     """
     settings = config.observe.samples
     drawn = uniforms(config.seed, "samples", prompt_index, step)

@@ -19,6 +19,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.fake_fleet import fleet_of
 from support.launch import RankError, run_ranks
 from support.settings import rollout_config
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
@@ -128,7 +129,7 @@ def _life(model: Path, parallel: Parallel, root: Path, ways: list[tuple[str, boo
         server, world = Server(), dist.get_world_size()
         config = rollout_config({"engine": "vllm", "servers.launch": "local", "servers.colocate": colocated,
                                  "sync.verify_every": 0, "limits.sync_timeout_s": TIMEOUT_S})  # fmt: skip
-        fleet = Fleet([cast(Any, server)], config) if dist.get_rank() == 0 else None
+        fleet = fleet_of([server], config) if dist.get_rank() == 0 else None
         # beside all ranks, or beside one that is not rank 0
         device_map = {server.http.url: tuple(range(world)) if colocated else (world - 1,)}
         channel = _channel(name, fleet, device_map, root / str(number), model)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Unreachable
@@ -142,6 +143,15 @@ class World:
         if not found:
             self.now += timeout_s
         return found
+
+
+class _NoRollouts:
+    def gone(self, servers: Collection[str]) -> None: ...
+
+
+def fleet_of(servers: Sequence[Any], config: RolloutConfig, **more: Any) -> Fleet:
+    """Without rollouts: for weight syncs, probes, and servers that come and leave."""
+    return Fleet(servers, config, cast(Any, _NoRollouts()), **more)
 
 
 def synced(fleet: Fleet, version: str = "1") -> None:

@@ -212,7 +212,7 @@ def settings(values: Mapping[str, Any]) -> dict[str, Cell]:
 
 def table(groups: Sequence[RecordedGroup]) -> list[list[Cell]]:
     """The first 16 completions of a step's recorded groups, in the order of `COLUMNS`."""
-    first = sorted(groups, key=lambda group: group.position)[:_ROWS]
+    first = sorted(groups, key=lambda group: group.group_index)[:_ROWS]
     shown = to_table(0, first).select(COLUMNS).slice(0, _ROWS).to_pylist()
     return [[_truncated(cell) for cell in row.values()] for row in shown]
 

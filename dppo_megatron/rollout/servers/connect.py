@@ -363,8 +363,7 @@ class Membership:
                     member.may_return()
             else:
                 fleet.mark_left(member, "it has left")
-        if fleet.clients is not None:
-            fleet.clients.gone({member.name for member in fleet.members if member.has_left})
+        fleet.clients.gone({member.name for member in fleet.members if member.has_left})
         known = {(member.name, member.server.http.api_key) for member in fleet.members}
         new = [entry for url, entry in entries.items() if (url, entry.api_key) not in known]
         with ThreadPoolExecutor(len(new) or 1, "describe") as threads:

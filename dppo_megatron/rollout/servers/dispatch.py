@@ -86,7 +86,6 @@ class Dispatch:
     """The requests of several rollouts in flight. `works` is read again in each round: another thread may add to it."""
 
     def __init__(self, fleet: Fleet, works: Collection[Work]) -> None:
-        assert fleet.clients is not None
         self._fleet, self._works, self._clients = fleet, works, fleet.clients
         self._limits, self._clock = fleet.limits, fleet.clock
         self._open: list[Work] = []

@@ -49,7 +49,7 @@ class Fleet:
     """All servers of a run.
 
     Args:
-        clients: send requests to the servers; needed for rollouts only.
+        clients: send requests to the servers.
         are_own: this job has started the servers.
         clock: monotonic seconds.
         threads: where probes wait for answers.
@@ -63,7 +63,7 @@ class Fleet:
         self,
         servers: Sequence[Server],
         config: RolloutConfig,
-        clients: RolloutClients | None = None,
+        clients: RolloutClients,
         are_own: bool = False,
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
@@ -104,7 +104,6 @@ class Fleet:
     @property
     def reach(self) -> int:
         """Most live servers of one client or behind one router: the number of parts that a group may have."""
-        assert self.clients is not None
         per_client = Counter(self.clients.client_of(member.name) for member in self.live)
         behind = [len(router.server.named) for router in self.routers if router.state == "live"]
         return max([1, *per_client.values(), *behind])

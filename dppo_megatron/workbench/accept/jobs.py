@@ -10,7 +10,6 @@ import contextlib
 import math
 import os
 import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -45,8 +44,8 @@ def gpu_tests(sheet: Sheet) -> None:
     """Run the tests that need a GPU; the figures are pytest's counts."""
     tests, results = repository(TESTS), sheet.directory / "tests.xml"
     assert tests is not None
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(tests), "-p", "no:cacheprovider"]
-    subprocess.run([*command, f"--junitxml={results}"], cwd=tests.parents[1])
+    arguments = ["-q", "-m", "gpu", str(tests), "-p", "no:cacheprovider", f"--junitxml={results}"]
+    start_python("pytest", *arguments, cwd=tests.parents[1]).wait()
     counts = next(ElementTree.parse(results).iter("testsuite")).attrib
     failed, skipped = int(counts["failures"]) + int(counts["errors"]), int(counts["skipped"])
     sheet.note("failed", failed)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dppo_megatron.children import die_with_parent, package_environment, python_command
+from dppo_megatron.children import die_with_parent, start_python
 from dppo_megatron.files import append_to, remove_tree
 from dppo_megatron.observe.json_lines import finite
 from dppo_megatron.progress import progress
@@ -115,14 +115,12 @@ def _run(step: Step, own: Path, limit_s: float, record: Record) -> Ran:
     own.mkdir(parents=True)
     options = json.dumps(record.options | {"cuda": bool(record.facts.get("gpus"))})
     # the allocator's variables only as the step sets them; PYTHONSAFEPATH, as torchrun's processes do not inherit -P
-    inherited = {name: value for name, value in package_environment().items() if not name.endswith("_ALLOC_CONF")}
-    environment = inherited | step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
-    command = python_command(CHILD, step.name, str(own), options, ranks=step.ranks)
+    variables: dict[str, str | None] = {name: None for name in os.environ if name.endswith("_ALLOC_CONF")}
+    variables |= step.environment | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     started, why = time.monotonic(), ""
     with append_to(own / "log") as log:
-        child = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        session: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+        child = start_python(CHILD, step.name, str(own), options, ranks=step.ranks, variables=variables, **session)
         try:
             if code := child.wait(limit_s):
                 why = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any, Literal
 
 import torch
 
 from dppo_megatron.actor.layout import build_layout, start_process_group
+from dppo_megatron.children import package_environment, start_python
 from dppo_megatron.config.schema import ActorConfig, Config, LayoutConfig
 from dppo_megatron.platform.capabilities import LayerSpec, this_machine
 from dppo_megatron.workbench.accept.runner import BENCHMARK, Sheet, repository
@@ -137,8 +136,9 @@ def _rows(sheet: Sheet, command: str, model: str, **options: Any) -> dict[str, d
         arguments, options["layer-spec"] = [*arguments, "--smoke"], "auto"
     for name, value in options.items():
         arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}  # it imports siblings
-    subprocess.run([sys.executable, str(benchmarks), *arguments], env=environment, check=True)
+    path = filter(None, [str(benchmarks.parent), package_environment().get("PYTHONPATH")])  # it imports siblings
+    if code := start_python(benchmarks.stem, *arguments, variables={"PYTHONPATH": os.pathsep.join(path)}).wait():
+        raise RuntimeError(f"the benchmark ended with exit code {code}")
     [entry] = json.loads(results.read_text(encoding="utf-8"))["shapes"].values()
     rows = {row["what"]: row for row in entry["rows"]}
     if failed := [row["failed"] for row in rows.values() if "failed" in row]:

@@ -1,5 +1,3 @@
-"""`dppo-megatron accept`."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""`dppo-megatron doctor`."""
-
 from __future__ import annotations
 
 import argparse

@@ -74,7 +74,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run(train: argparse.ArgumentParser) -> None:
-    """Add --dry-run to `train`."""
     what = "load and check everything, print the plan and the first prompt, and end; starts and writes nothing"
     train.add_argument("--dry-run", action="store_true", help=what)
     for name in _TRAINER_SIZES:
@@ -83,7 +82,6 @@ def add_dry_run(train: argparse.ArgumentParser) -> None:
 
 
 def dry_run(train: argparse.Namespace, overrides: list[str]) -> int:
-    """`train CONFIG --dry-run`."""
     parser = argparse.ArgumentParser()
     add_options(parser)
     arguments = parser.parse_args([train.config, "--dry-run"])

@@ -52,7 +52,6 @@ def headline(verdict: Verdict) -> list[str]:
 
 
 def legend(verdict: Verdict) -> list[str]:
-    """What the columns mean."""
     biased = [one.arm for one in verdict.arms if one.biased]
     grown = [f"{one.arm} {one.variance:.2f}" for one in verdict.arms if one.variance is not None and not one.biased]
     left_out = max(one.seeds - len(values) for one in verdict.arms for values in one.by_seed["train_cpu_s"].values())

@@ -50,7 +50,6 @@ class Phase:
 
     @property
     def most(self) -> str:
-        """The largest part."""
         return max(self.parts, key=self.parts.__getitem__)
 
     def over(self, limit: float, whose: str, digits: int) -> str:

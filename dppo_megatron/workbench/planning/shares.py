@@ -80,7 +80,6 @@ class Share:
 
     @property
     def trained(self) -> Share:
-        """The trained ones only."""
         return Share(tuple(one for one in self.tensors if one.is_trained))
 
     def count(self, *, experts: bool | None = None, padded_to: int = 1) -> int:
