@@ -139,7 +139,10 @@ def read(argument: str) -> Iterator[str]:
     """The settings in a file, or in one word of the command line."""
     path = Path(argument)
     if path.suffix in (".yaml", ".yml", ".sh", ".sbatch") and "=" not in argument:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            sys.exit(f"{argument}: {error.strerror}")
         is_yaml = path.suffix in (".yaml", ".yml")
         yield from of_yaml(yaml.load(text, yaml.BaseLoader)) if is_yaml else of_script(text)  # values stay text
     else:
@@ -147,4 +150,6 @@ def read(argument: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("usage: python examples/migrating.py FILE or KEY=VALUE ...")
     print("\n".join(translated(line for argument in sys.argv[1:] for line in read(argument))))

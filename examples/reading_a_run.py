@@ -23,4 +23,6 @@ def main(run: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/reading_a_run.py RUN")
     sys.exit(main(sys.argv[1]))

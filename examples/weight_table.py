@@ -73,6 +73,8 @@ def main(hf_path: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/weight_table.py MODEL_DIRECTORY")
     try:
         sys.exit(main(sys.argv[1]))
     except UserError as error:

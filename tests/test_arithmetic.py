@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.disk_faults import disk_fault
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import enable_progress_bar
 
 from dppo_megatron.rewards.functions import final_answer
 from dppo_megatron.types import UserError
@@ -118,6 +119,13 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
     a, b, c = (bytes_of(tmp_path / name) for name in "abc")
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {f"{s}.jsonl" for s in SPLITS} | {"model/model.safetensors"}
+
+
+def test_a_model_is_written_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`compare`, which writes one for each seed, had transformers' bar amid its own progress."""
+    enable_progress_bar()
+    write_tiny_qwen3(tmp_path / "model", seed=0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_model_does_not_depend_on_global_random_state(tmp_path: Path) -> None:

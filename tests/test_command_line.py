@@ -312,6 +312,17 @@ def test_so_does_one_about_a_file_or_an_option(line: str, page: str, capsys: pyt
     assert capsys.readouterr().err.endswith(f"(see docs/{page}.md)\n")
 
 
+def test_nothing_of_a_library_beside_the_message(tmp_path: Path) -> None:
+    """Nearly every published config.json names its `torch_dtype`, of which transformers prints that it is deprecated:
+    `plan`, `eval` and `convert` began with that line."""
+    model = str(REPOSITORY / "configs" / "models" / "qwen3-0.6b")
+    assert '"torch_dtype"' in (Path(model) / "config.json").read_text(encoding="utf-8")
+    command = [sys.executable, "-m", "dppo_megatron", "convert", "to-megatron", "--hf", model, "--out"]
+    done = subprocess.run([*command, str(tmp_path / "out")], cwd=REPOSITORY, capture_output=True, text=True)
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: --hf") and "holds no *.safetensors" in line
+
+
 def test_every_package_that_refuses_has_a_page() -> None:
     """Wherever the source raises a UserError; and each page is there. Packages that serve all commands have none, nor
     have the commands that are about settings: theirs is configuration.md."""

@@ -349,6 +349,22 @@ def _run(name: str, *arguments: str) -> int:
     return result
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("migrating.py", "usage: "),
+        ("migrating.py nowhere.yaml", "nowhere.yaml: No such file"),
+        ("reading_a_run.py", "usage: "),
+        ("weight_table.py", "usage: "),
+    ],
+)
+def test_an_example_without_its_file_is_told_so(command: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit, match=said):
+        runpy.run_path(str(REPOSITORY / "examples" / name), run_name="__main__")
+
+
 def test_reading_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("reading_a_run.py", str(write_record(tmp_path / "run", 6))) == 0
     said = capsys.readouterr().out

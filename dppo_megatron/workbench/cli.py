@@ -19,7 +19,7 @@ from dppo_megatron import __version__
 from dppo_megatron.progress import Display, shown_by
 from dppo_megatron.texts import logged, one_line, show
 from dppo_megatron.types import RunAborted, UserError
-from dppo_megatron.workbench.commands.terminal import drop, say, show_progress
+from dppo_megatron.workbench.commands.terminal import drop, quiet_libraries, say, show_progress
 
 _COMMANDS = {  # in the order of --help; each is a module of `commands`
     "train": "train a model",
@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None, display: Display = show_progress) -> int
             complete(program())
         arguments = parse(program(argv[:1]), argv)
         arguments.command = argv[0]
+        quiet_libraries()
         with shown_by(display), logged(show):
             code: int = arguments.run(arguments)
         sys.stdout.flush()  # so that a broken pipe is raised here and not at exit

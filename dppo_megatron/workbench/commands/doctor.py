@@ -13,7 +13,7 @@ from dppo_megatron.progress import progress
 from dppo_megatron.texts import show
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.commands import parser
-from dppo_megatron.workbench.commands.terminal import loading, quiet_libraries
+from dppo_megatron.workbench.commands.terminal import loading
 
 if TYPE_CHECKING:  # it imports torch
     from dppo_megatron.workbench.doctor.machine import CheckRow
@@ -40,7 +40,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    quiet_libraries()
     if arguments.fp8_gate:
         return _gate(arguments)
     launcher_env.place_from_slurm()

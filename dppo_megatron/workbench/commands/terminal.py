@@ -72,7 +72,8 @@ def _is_printing_rank() -> bool:
 
 
 def quiet_libraries() -> None:
-    """Silence notices of transformers and torch about missing extras; call before they are imported."""
+    """Silence notices of transformers and torch, as of a config.json that names its `torch_dtype`, which nearly every
+    published one does; call before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

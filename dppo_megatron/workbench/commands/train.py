@@ -17,7 +17,7 @@ import argparse
 from dppo_megatron.launcher_env import check_launcher_env, launched_world_size, set_cuda_variables, set_fp8_variables
 from dppo_megatron.workbench.commands.parser import add_config, check_actor_settings, read_config
 from dppo_megatron.workbench.commands.plan import add_dry_run, dry_run, refuse_sizes
-from dppo_megatron.workbench.commands.terminal import loading, quiet_libraries, say
+from dppo_megatron.workbench.commands.terminal import loading, say
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -28,7 +28,6 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    quiet_libraries()
     overrides = arguments.overrides + ([f"checkpoint.resume={arguments.resume}"] if arguments.resume else [])
     if arguments.dry_run:
         return dry_run(arguments, overrides)

@@ -201,9 +201,6 @@ def make_quickstart(out: Path, recipe: Recipe) -> None:
         return
     if out.absolute() == Path.cwd() or (out.exists() and any(out.iterdir())):
         raise UserError(f"--task {out}: holds something other than what seed {recipe.seed} makes; name another one")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     parent = out.absolute().parent
     with writing(f"--task {out}"):
         parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 ANSWER_MARK = "#### "
@@ -49,6 +50,7 @@ def write_model_directory(
     )
     model = Qwen3ForCausalLM(config)
     _initialize(model, seed)
+    disable_progress_bar()  # `compare` writes a model for each seed, beside its own progress
     try:
         model.save_pretrained(directory)
     except SafetensorError as error:
