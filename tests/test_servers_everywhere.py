@@ -130,6 +130,17 @@ def test_a_restart_quotes_the_last_error_since_the_last_start(files: Path, tmp_p
         server_process.stop_all([server])
 
 
+def test_only_the_end_of_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is cut, no half of the key is in it."""
+    monkeypatch.setattr(server_process, "_QUOTED_BYTES", 40)
+    server = LaunchedServer([], {}, tmp_path / "log", api_key="sesame")
+    for dots in range(60):
+        server.log.write_text(f"KeyError: sesame\n{'.' * dots}\nValueError: late\n")
+        said = server.with_log("")
+        assert server.last_error() == "ValueError: late" in said and "same" not in said
+    assert "KeyError" not in said
+
+
 def _with_a_fault_on_rank(config: Config, rank: int) -> str:
     nodes = Nodes.of(range(dist.get_world_size()), dist.get_rank())
     if dist.get_rank() == rank:

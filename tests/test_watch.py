@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +28,7 @@ from support.record import write_record
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.evaluation import follow as follow_module
+from dppo_megatron.rollout.servers import health_file
 from dppo_megatron.rollout.servers.health_file import HEALTH, HealthFile, read_health
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.runs import run_record
@@ -260,6 +261,25 @@ def test_the_health_of_servers(tmp_path: Path) -> None:
     assert not (tmp_path / HEALTH).exists()
     (run / HEALTH).write_text('{"servers": [{}]}')
     assert read_health(run / HEALTH) == ([], 0.0)
+
+
+def test_the_health_is_written_by_one_thread_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout's and a weight sync's: else one would rename the other's new file before it is complete."""
+    (tmp_path / "run.json").write_text("{}")
+    file, inside, seen = HealthFile(tmp_path), list[str](), list[int]()
+
+    def write(path: Path, text: str) -> None:
+        inside.append(text)
+        time.sleep(0.02)
+        seen.append(len(inside))
+        inside.pop()
+
+    monkeypatch.setattr(health_file, "write_text", write)
+    health = {"name": "a", "state": "out", "reason": "", "outages": 1, "completions": 0, "asleep": False}
+    states = [SimpleNamespace(**health, condition=state) for state in "abcd"]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda one: file.write([cast(Any, one)]), states))
+    assert seen == [1] * 4
 
 
 # ------------------------------------------------------------------------------------------------- numbers

@@ -8,6 +8,7 @@ A failure to write it is ignored: the run's record is on the same disk, and its 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -45,17 +46,20 @@ class HealthFile:
         self._path = directory / HEALTH
         self._states: list[str] = []
         self._written = float("-inf")
+        self._lock = threading.Lock()
+        """Rollouts and a weight sync may go on at the same time, and both threads would write the same new file."""
 
     def write(self, members: Sequence[Endpoint]) -> None:
         """Write if a state has changed, or `_EVERY_S` after the last time."""
-        now, states = time.monotonic(), [member.condition for member in members]
-        if states == self._states and now - self._written < _EVERY_S:
-            return
-        self._states, self._written = states, now
-        servers = [
-            asdict(ServerHealth(m.name, m.state, m.reason, m.outages, m.completions, bool(m.asleep))) for m in members
-        ]
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
+            now, states = time.monotonic(), [member.condition for member in members]
+            if states == self._states and now - self._written < _EVERY_S:
+                return
+            self._states, self._written = states, now
+            servers = [
+                asdict(ServerHealth(m.name, m.state, m.reason, m.outages, m.completions, bool(m.asleep)))
+                for m in members
+            ]
             if (self._path.parent / "run.json").exists():
                 write_text(self._path, json.dumps({"at": time.time(), "servers": servers}) + "\n")
 

@@ -45,6 +45,8 @@ _DRAFTS_ON_CPU = {
     "sglang": "SGLang takes the likeliest token wherever it has drafted one, whatever the temperature",
 }
 _AN_ERROR = re.compile(r"(?:^|\s)([\w.]+Error: .+)", re.MULTILINE)
+_QUOTED_BYTES = 1 << 20
+"""How much of a log's end messages are taken from: a log of weeks would fill gigabytes of memory."""
 _TERM_S, _KILL_S = 5.0, 15.0
 """How long all servers together may take to end after SIGTERM, and after SIGKILL."""
 
@@ -165,17 +167,25 @@ class LaunchedServer:
         """The last line since its start that names an error, without its key; empty: none. vLLM's front end dies of an
         EngineDeadError, which only points to that of its engine."""
         with contextlib.suppress(OSError):
-            errors = _AN_ERROR.findall(self.log.read_bytes()[self._begun_at :].decode(errors="replace"))
+            errors = _AN_ERROR.findall(self._end_of_log(self._begun_at))
             errors = [error for error in errors if "EngineDeadError" not in error]
             return one_line(hidden(errors[-1], self.api_key)) if errors else ""
         return ""
 
     def with_log(self, problem: str) -> str:
         """A message for `problem` with lines of its log, without its key: the last errors, then the last lines."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._end_of_log().splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         tail = hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
         return f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{tail}"
+
+    def _end_of_log(self, begin: int = 0) -> str:
+        """From byte `begin`, or the last whole lines in `_QUOTED_BYTES`: half a line may begin with half a key."""
+        with self.log.open("rb") as file:
+            cut = file.seek(0, os.SEEK_END) - _QUOTED_BYTES
+            file.seek(max(begin, cut))
+            text = file.read(_QUOTED_BYTES).decode(errors="replace")
+        return text.partition("\n")[2] if cut > begin else text
 
 
 def make_servers(
