@@ -273,6 +273,7 @@ INPUTS: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "config has no end": (lambda f, t: ["train", "/dev/zero"], "a configuration has at most 1000000"),
     "settings before the config": (lambda f, t: ["train", "seed=3", CONFIG], "'seed=3' is where CONFIG should be"),
     "trace is a directory": (lambda f, t: ["simulate", str(t)], "is a directory, not a file"),
+    "trace has a long name": (lambda f, t: ["simulate", LONG], "cannot be read: File name too long"),
     "trace is a run": (
         lambda f, t: ["simulate", str((t / "trace.jsonl").write_text("{}") and t)],
         "is a run; give its file, ",

@@ -3,6 +3,7 @@ shapes and ranges that the trainer writes (`steps/trace.py`)."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -62,7 +63,7 @@ def decoded(line: bytes, kind: type[_T], where: str) -> _T:
 
 def read_trace(path: str) -> Trace:
     """Read a whole trace. Raises UserError: no such file, not a trace, a broken line (named), or no steps."""
-    if Path(path, "trace.jsonl").is_file():
+    if os.path.isfile(os.path.join(path, "trace.jsonl")):  # not Path's, which raises for a name that is too long
         raise UserError(f"trace = '{path}': is a run; give its file, {path}/trace.jsonl")
     check_file("trace", path)
     with open(path, "rb") as file, progress(f"reading {path}", 0, "lines") as advance:
