@@ -305,12 +305,17 @@ def test_a_dropout_that_is_named_is_left_out(paths: dict[str, Path], tmp_path: P
     assert model_architecture(ModelConfig(str(tmp_path), PROVIDERS["dots1"], ["attention_dropout"])).num_layers == 4
 
 
-def test_the_embedded_engine_wants_tensors_divided_as_here(paths: dict[str, Path]) -> None:
-    fused = ("decoder.layers.mlp.linear_fc1.weight", ("model.layers.{layer}.mlp.gate_up_proj.weight",))
-    architecture = replace(model_architecture(model_config(paths["seed_oss"])), provided_names=(fused,))
-    with pytest.raises(
-        UserError, match=r"rollout.engine = hf: has .*up_proj.weight and not .*gate_up_proj.weight; use"
-    ):
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [("linear_fc1", ("gate_up_proj",)), ("linear_fc2", ("down_proj.0", "down_proj.1", "down_proj.2"))],
+)
+def test_the_embedded_engine_wants_tensors_divided_as_here(
+    paths: dict[str, Path], key: str, names: tuple[str, ...]
+) -> None:
+    theirs = tuple(f"model.layers.{{layer}}.mlp.{name}.weight" for name in names)
+    architecture = model_architecture(model_config(paths["seed_oss"]))
+    architecture = replace(architecture, provided_names=((f"decoder.layers.mlp.{key}.weight", theirs),))
+    with pytest.raises(UserError, match=rf"rollout.engine = hf: has .*_proj.weight and not .*{names[-1]}.weight; use"):
         Decoder(architecture, dtype=torch.float32, device=torch.device("cpu"))
 
 

@@ -346,12 +346,13 @@ class Decoder:
         key is made of, of experts [E, ...]; `named` gets the views. Unlike in Megatron's tensor, all heads of queries
         come first, then those of keys. Raises UserError for a provider that divides weights otherwise."""
         a, tensors = self._architecture, dict[mapping.Place, dict[str, Tensor]]()
-        shapes = mapping.hf_shapes(a)
-        divided, provided = mapping.table(replace(a, provided_names=())), mapping.table(a)
-        for key, place in mapping.in_layer_order(a):
-            if len(divided[key]) != len(provided[key]):
-                both = f"{', '.join(divided[key])} and not {', '.join(provided[key])}"
+        provided = mapping.table(a)
+        for key, names_here in mapping.table(replace(a, provided_names=())).items():
+            if len(names_here) != len(provided[key]):
+                both = f"{', '.join(names_here)} and not {', '.join(provided[key])}"
                 raise UserError(f"rollout.engine = hf: has {both}; use a server")
+        shapes = mapping.hf_shapes(a)
+        for key, place in mapping.in_layer_order(a):
             kind, where = mapping.by_kind(key, place)
             own, short = tensors.setdefault(where[:1], {}), kind.removeprefix("decoder.layers.")
             names, shape = mapping.hf_names(key, place, a), mapping.full_shape(key, a)
