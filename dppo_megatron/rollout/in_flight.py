@@ -44,12 +44,14 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
 
 
 def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
-    """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another."""
-    rows = [one for _, one in found]
+    """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another. A client
+    may still have the beginning of a completion that another client has ended since: what has ended is kept."""
+    latest = dict(sorted(found, key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))))
+    rows = list(latest.values())
     experts = [one.experts for one in rows if one.experts is not None]
     return {
         "requests": work.digest,
-        "places": [place for place, _ in found],
+        "places": list(latest),
         "reasons": [one.finish_reason for one in rows],
         "lengths": [len(one.token_ids) for one in rows],
         "versions": [[(version_number(name), *span) for name, *span in one.weights_versions] for one in rows],
@@ -59,7 +61,7 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
         "experts": torch.from_numpy(np.frombuffer(bytearray(b"".join(map(np.ndarray.tobytes, experts))), np.uint8)),
         "counts": [work.retries, work.completions_aborted],
         "resent": sorted(work.resent),
-        "aborted": sorted({work.part_of(index)[0] for index in work.aborts}),
+        "aborted": sorted({work.part_of(index)[0] for index in list(work.aborts)}),  # the rollout thread adds to it
     }
 
 
