@@ -278,10 +278,8 @@ def test_drafts_beyond_an_end_are_no_beginning() -> None:
 
 def test_what_has_ended_is_kept_before_what_an_earlier_attempt_began() -> None:
     """Of two clients the first may still have the beginning of a completion whose server it has lost."""
-    begun, ended = (
-        Sampled(np.full(count, count, np.int32), np.zeros(count, np.float32), reason, (("r.1", 0, count),))
-        for count, reason in ((5, "abort"), (3, "stop"))
-    )
+    begun = Sampled(np.full(5, 5, np.int32), np.zeros(5, np.float32), "abort", (("r.1", 0, 5),))
+    ended = Sampled(np.full(3, 3, np.int32), np.zeros(3, np.float32), "stop", (("r.1", 0, 3),))
     work = work_of(groups(2))
     for found in ([((0, 1), begun), ((0, 1), ended)], [((0, 1), ended), ((0, 1), begun)]):
         state = packed(work, [*found, ((0, 0), begun)])
