@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,10 @@ from dppo_megatron.checkpoint.checkpoint_dir import step_name
 from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.rollout.client.messages import Arrived
 from dppo_megatron.rollout.client.process import Client, CompletionBuffer
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.in_flight import packed, restore
+from dppo_megatron.rollout.in_flight import collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.rollout_work import Work
@@ -302,6 +303,22 @@ def test_the_rollout_thread_may_note_an_abort_meanwhile() -> None:
 
     work = Busy(groups(1, 1), Expected(19, 1, 2), aborts={0: 1, 1: 1})
     assert packed(work, [])["aborted"] == [0, 1]
+
+
+def test_a_rollout_of_too_many_bytes_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every rank reads the file: the step after it is kept all the same."""
+    small, large = (Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 9))
+    works = [replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)]
+
+    def take(rollout: int) -> list[Arrived]:
+        return [Arrived(0, 0, large if rollout == 4 else small, "", None)]
+
+    assert sorted(collected(works, take)) == [4, 5]
+    monkeypatch.setattr("dppo_megatron.rollout.in_flight.MOST_BYTES", 64)
+    assert sorted(collected(works, take)) == [5]
+    assert "step 4: not in the checkpoint" in capfd.readouterr().out
 
 
 class _TakesTwo:
