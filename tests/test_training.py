@@ -119,7 +119,7 @@ MEANS_OF_ROLLOUT = {
     *("reward/mean", "reward/boxed_share", "reward/parsed_share", "rollout/truncated_share"),
     *("rollout/completion_tokens_mean", "rollout/missing_reward_mean", "rollout/missing_tokens_mean"),
 }
-"""Under `rollout/` and `reward/`: each is of the whole rollout. Before one is added: is it only of what was kept?"""
+"""Under `rollout/` and `reward/`, of the whole rollout. To add one, show that it is not of what was kept only."""
 
 
 def test_figures_are_of_the_policy_or_are_called_kept(finished: Path, unpruned: list[dict[str, Any]]) -> None:

@@ -23,6 +23,11 @@ Found: TypeAlias = tuple[tuple[int, int], Sampled]
 """A completion's group in the rollout and position in the group, and what was sampled of it."""
 
 
+MOST_BYTES = 1 << 30
+"""Of a rollout, in a file that every rank reads: 128 x 16 answers of 8k tokens take 134 MB, with the experts of 48 layers
+6.4 GB."""
+
+
 def digest(groups: Sequence[GenerateRequest], async_steps: int) -> str:
     """Of what decides whether completions answer these requests, and may be as old as they are."""
     return hashlib.blake2b(msgspec.msgpack.encode((groups, async_steps)), digest_size=16).hexdigest()
@@ -39,17 +44,23 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
         except RunAborted as error:  # the next step ends the run
             failures.append(str(error))
         if found := to_rank_zero(mine):
-            state[work.order] = packed(work, [*chain.from_iterable(found)])
+            one = packed(work, [*chain.from_iterable(found)])
+            if (size := sum(one[name].nbytes for name in ("tokens", "logprobs", "experts"))) <= MOST_BYTES:
+                state[work.order] = one
+            else:
+                log(f"rollout: step {work.order}: not in the checkpoint, as it takes {size / 1e9:.1f} GB")
     return {} if gather_all(failures) else state
 
 
 def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
-    """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another."""
-    rows = [one for _, one in found]
+    """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another. A client
+    may still have the beginning of a completion that another client has ended since: what has ended is kept."""
+    latest = dict(sorted(found, key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))))
+    rows = list(latest.values())
     experts = [one.experts for one in rows if one.experts is not None]
     return {
         "requests": work.digest,
-        "places": [place for place, _ in found],
+        "places": list(latest),
         "reasons": [one.finish_reason for one in rows],
         "lengths": [len(one.token_ids) for one in rows],
         "versions": [[(version_number(name), *span) for name, *span in one.weights_versions] for one in rows],
@@ -59,7 +70,7 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
         "experts": torch.from_numpy(np.frombuffer(bytearray(b"".join(map(np.ndarray.tobytes, experts))), np.uint8)),
         "counts": [work.retries, work.completions_aborted],
         "resent": sorted(work.resent),
-        "aborted": sorted({work.part_of(index)[0] for index in work.aborts}),
+        "aborted": sorted({work.part_of(index)[0] for index in list(work.aborts)}),  # the rollout thread adds to it
     }
 
 

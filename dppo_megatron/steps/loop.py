@@ -31,7 +31,7 @@ from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.data.order import whole_epochs
-from dppo_megatron.distributed import from_rank_zero, gather_all, on_every_rank, to_rank_zero
+from dppo_megatron.distributed import from_rank_zero, gather_all, on_every_rank, rank, to_rank_zero
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import Evaluator
 from dppo_megatron.job import Job
@@ -369,7 +369,7 @@ class Loop:
         """Restore the `state_dict` of a checkpoint written after `step`."""
         self._coordinator.load_state_dict(state)
         self.skipped_in_a_row = state["skipped_in_a_row"]
-        self._begun = dict(state.get("in_flight", {}))
+        self._begun = dict(state.get("in_flight", {})) if self._engine.has_servers and rank() == 0 else {}
         self._engine.weights_version = state.get("weights_version", 1) - 1  # the first sync brings the same weights
         self.last_complete_step = step
 
@@ -393,7 +393,8 @@ class Loop:
             for item, size in zip(selected, self._sizes(selected), strict=True)
             for index in range(size)
         ]
-        self._engine.start(requests, self._sampling, self._begun.pop(step.number, None))
+        begun = self._begun.pop(step.number, None)
+        self._engine.start(requests, self._sampling, *([] if begun is None else [begun]))  # an engine may take only two
         step.reach("generating")
 
     def _half_norm(self, step: Step, update: Update) -> float | None:

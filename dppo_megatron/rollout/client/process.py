@@ -172,6 +172,8 @@ class _OpenAttempt:
     task: asyncio.Task[None]
     running: dict[str, GenerateRequest] = field(default_factory=dict)
     """Its requests at the server, by their ids there."""
+    told: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The latest call that ends a request, by the request's id."""
 
 
 class Client:
@@ -262,9 +264,12 @@ class Client:
             self._text_thread.submit(self._detokenize, submit, sampled)
 
     def _abort(self, ticket: int) -> None:
-        """Have the server end the requests of an attempt, whose answers then have the tokens so far."""
-        for group in self._attempts[ticket].running.values():
-            self._start_task(self._servers.abort(self._attempts[ticket].submit.server, group))
+        """Have the server end the requests of an attempt, whose answers then have the tokens so far; not those that it
+        has been told to end and has not answered: thousands of repeated calls would keep it from answering."""
+        server, told = self._attempts[ticket].submit.server, self._attempts[ticket].told
+        for name, group in self._attempts[ticket].running.items():
+            if name not in told or told[name].done():
+                told[name] = self._start_task(self._servers.abort(server, group))
 
     async def _sample(self, submit: Submit) -> list[Sampled]:
         """The completions of a group. If some have begun, each goes on from there, in a request of its own."""

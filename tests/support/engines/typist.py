@@ -40,6 +40,8 @@ class Typist:
     seeds: dict[int, str] = field(default_factory=dict)
     deaf: bool = False
     """Ends nothing that it is told to end."""
+    typing: int = 0
+    """Requests that it has not ended."""
 
     async def __call__(self, asked: Asked) -> None:
         body = asked.body
@@ -64,7 +66,11 @@ class Typist:
                 )
             mine = {"name": name, "done": done, "tokens": tokens, "logprobs": logprobs, "reason": reason}
             answers.append(mine | {"id": rid, "versions": []})
-        await self._type(answers)
+        self.typing += 1
+        try:
+            await self._type(answers)
+        finally:
+            self.typing -= 1
         await asked.reply(json.dumps(_vllm(body, answers) if "token_ids" in body else _sglang(answers)))
 
     async def _type(self, answers: list[dict[str, Any]]) -> None:
