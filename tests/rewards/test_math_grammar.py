@@ -211,7 +211,7 @@ CASES = [
         [r"\begin{cases}1&\text{if }n\text{ is odd}\\0&\text{if }n\text{ is even}\end{cases}"],
         [r"\begin{cases}0&\text{if }n\text{ is odd}\\1&\text{if }n\text{ is even}\end{cases}"],
     ),
-    case("k<0", ["0>k"], [r"k\text{ is nonpositive}", r"k\text{ is positive}"]),
+    case(r"k<0", [r"k\text{ is negative}"], [r"k\text{ is nonpositive}", r"m\text{ is negative}"]),
     # constants of integration
     case(r"\sin^2 x+C", [r"-\cos^2 x+C"], [r"\cos^2 x+C", r"-\cos^2 x", r"\sin^2 x+2C"]),
     case("y=C_1e^{x}+C_2e^{-x}", ["y=Ae^{-x}+Be^{x}"], ["y=Ae^{-x}+Ae^{x}", "y=Ae^{-x}+Be^{2x}"]),
@@ -223,7 +223,7 @@ CASES = [
     case("xy=1", ["2yx=2"], [r"y=\frac{2}{x}"]),
     case("y=x", ["x=y", "2y-2x=0"], ["xy=x^2", "y=2x"]),
     case("y<x", ["2y<2x", "x-y>0"], ["y>x", "2x<2y", r"y\le x"]),
-    case("y=2x+1", ["2x-y+1=0"], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
+    case("y=2x+1", [r"\ell: 2x-y+1=0"], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
     *(case(rf"{f}(x)=\frac1x", [rf"{f}(x)=x^{{-1}}"], [f"{f}(x^2)=1", f"{f}(1)=x"]) for f in "fgPuy"),
     # a hat or an arrow is another thing, but for unit vectors, which are components in a sum of multiples alone
     case("p", [], [r"\hat p", r"\vec p", r"\bar p"]),
@@ -407,9 +407,9 @@ CASES = [
     case(r"\frac12", [r"\frac12\text{ of a pizza}"], [r"\frac12\text{ of a dozen}", r"\frac13\text{ of a pizza}"]),
     case("5", ["5cm", "5kg", "5 mph"], ["5mL", "5kN"]),
     case(
-        r"5 \text{ units}", ["5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}", r"5 \text{ cm}"]
+        r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]
     ),
-    case(r"5 \text{ square units}", [r"5 \text{ units}^2"], [r"5 \text{ cm}^2", r"5 \text{ miles}", r"\$5"]),
+    case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
     case(r"5 \text{ ways}", ["5"], [r"5\%"]),
     case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
     case(r"9 \text{ p.m.}", ["21:00", "09:00 PM"], [r"9 \text{ hours}", r"9\%", "21 00", "09:00 am"]),

@@ -45,9 +45,9 @@ def test_what_tex_and_markdown_write() -> None:
 
 
 def test_numbers_in_other_places() -> None:
-    """Groups of digits before a word, signs in words, what is asked for on the left."""
+    """Groups of digits before a word, groups as in Switzerland, signs in words, what is asked for on the left."""
     check(
-        case("18035", [r"18,035 \text{ apples}"], [r"18,036 \text{ apples}", "18'036", "18, 035, 1"])
+        case("18035", [r"18,035 \text{ apples}", "18'035"], [r"18,036 \text{ apples}", "18, 035, 1"])
         + case(r"1,234 \text{ ways}", ["1234", r"1234 \text{ ways}"], ["1", "1234,1"])
         + case("-5", ["minus 5", "negative 5", r"\text{negative } 5"], ["5", "minus 6"])
         + case(r"-\infty", [r"-\text{infinity}"], [r"\text{infinity}"])
@@ -84,4 +84,4 @@ def test_a_choice_with_its_value() -> None:
     check(case("C", right, wrong) + case(r"\text{(C)}", right, wrong))
     problem = {"problem": "Which curve? (A) hyperbola (B) circle (C) ellipse"}
     check(case("C", [r"\text{(C) ellipse}", "c"], [r"\text{(C) circle}", r"\text{(C) is wrong}"], problem))
-    check(case("A, C", ["AC", "A C", "(A) and (C)"], ["A or C", "ABC", "A", "a, c"]))
+    check(case("A, C", ["AC", "A C", "(A) and (C)", "a, c"], ["A or C", "ABC", "A"]))

@@ -126,7 +126,7 @@ CASES = [
     case("C", right=[r"\text{C}", "(C)", r"\textbf{C}"], wrong=["D", "E"]),
     case(
         "4210_{7}",
-        right=["4210_7", r"4210_{\text{seven}}", r"4210_{\text{7}}"],
+        right=["4210_7", r"4210_{\text{seven}}", r"4210_{\text{7}}", r"4210 \text{ base } 7"],
         wrong=["4210", "1477", "4210_8", "4211_7", "4210_{10}", "-4210_7"],
     ),
     case("-17_8", ["(-17)_8", "-017_{8}"], ["17_8", "-16_8"]),
@@ -142,8 +142,9 @@ CASES = [
         case(rf"{letter}\text{{-{word}}}", [rf"\text{{{letter}-{word}}}"], [rf"\text{{-{letter}-{word}}}"])
         for letter, word in (("y", "coordinate"), ("n", "gon"), ("3", "digit"), ("4", "sided polygon"))
     ),
-    case("Type-2", [r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
-    case(r"\text{3-4-5 triangle}", ["the 3-4-5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
+    case("Type-2", ["Type 2", r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
+    case("Team A-3", [r"\text{Team A 3}"], ["Team A 4"]),
+    case(r"\text{3-4-5 triangle}", ["3 4 5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
     case(r"\text{slope is pi}", [], [r"\text{slope is - pi}", r"\text{slope is -pi}"]),
     case(r"\text{between 2 and 3}", [], ["between 2 and-3", "between 2 and -3"]),
     case("self - inverse", ["self-inverse"], ["inverse"]),
@@ -184,7 +185,8 @@ CASES = [
         right=["Saturday", r"\text{saturday}", "Saturday.", r"\mbox{Saturday}", r"\text{Saturday }"],
         wrong=["Sunday", "Saturday or Sunday", "Satur day or", "Sat"],
     ),
-    case("5 per hour", right=["5"], wrong=["5 per minute", "5 apples per minute"]),
+    case("5 per hour", right=["5", "5 apples per hour"], wrong=["5 per minute", "5 apples per minute"]),
+    case(r"\$5", right=["5 per person"], wrong=["6 per person"]),
     case(r"\text{yes}", right=["Yes", "yes."], wrong=["no", "yes and no", r"\text{yes (no)}", r"\text{yes *no*}"]),
     case(r"\text{True}", right=["true"], wrong=["false"]),
     # ratios in words
@@ -197,8 +199,8 @@ CASES = [
     # several choices, and small letters
     case(
         "A, C",
-        right=["AC", "CA", r"\text{AC}", "A C", "(A)(C)", "(A) and (C)", "A & C"],
-        wrong=["A", "ABC", "AB", "AD", "ac", "a, c", "a c b", "A or C or D"],
+        right=["AC", "CA", r"\text{AC}", "A C", "(A)(C)", "(A) and (C)", "A & C", "a, c"],
+        wrong=["A", "ABC", "AB", "AD", "ac", "a c b", "A or C or D"],
     ),
     case("ABD", right=["A, B, D", r"\text{A, B and D}"], wrong=["A, B", "A, B, C, D"]),
     case("AC", right=["A, C", "A and C"], wrong=["A", "CAB"]),
@@ -255,4 +257,5 @@ def test_two_units_measure_the_same_thing_or_are_different() -> None:
     wrong += [pair for _, unit in known for word in NO_MEASURES for pair in ((unit, word), (word, unit))]
     check([(f"5 \\text{{ {one} }}", f"5 \\text{{ {two} }}", 0.0, {}) for one, two in wrong])
     wrong += [(one, two) for one in NO_MEASURES for two in NO_MEASURES if one != two]
-    check(case("5", [r"5 \text{ m long}", r"5 \text{ meters of rope}", r"5 \text{ units}"], []))
+    beside = [r"5 \text{ m long}", r"5 \text{ meters of rope}", r"5 \text{ units}", r"500 \text{ cm}"]
+    check(case(r"5 \text{ m}", beside, []) + case(r"5 \text{ dollars}", [r"5 \text{ dollars per ticket}"], []))

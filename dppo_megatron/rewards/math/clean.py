@@ -99,6 +99,7 @@ _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
     r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is money
+    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
     # {\rm cm} and {5 \over 6}, in plain TeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
@@ -106,6 +107,7 @@ _RULES = {
     r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
+    r"\\text\{\s*(?:minus|negative) infinity\s*\}": r"-\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
@@ -124,6 +126,7 @@ _RULES = {
     r"(\.\d{0,9}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})\s*(?:\\ldots\s*|\.\.\.)\Z": r"\1\\overline{\2\3}",
     r"(?<=\d)\s*x\s*(?=10\s*\^)": "*",
     r"(?<!\\)\\[()\[\]]|\$": " ",
+    r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
     r"(?<=\d)\{\}": "",
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
@@ -152,6 +155,9 @@ _RULES = {
     r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
     r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
+    r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
+    r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
     rf"\b((?i:{'|'.join(sorted(MONTHS))})[\s}}]*(?:\d\d?[\s}}]*)?),(?=\s*(?:\\text\{{\s*)?\d{{4}}\b)": r"\1 ",

@@ -13,11 +13,15 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
 from dppo_megatron.rewards.math.equality import Rules, equal_nodes, equal_values, same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 _UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
 _HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
+_NUMBERED = regex(
+    r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
+)
+_RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
@@ -251,6 +255,9 @@ def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_s
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):
+        pairs = itertools.product(half_lines(gold), half_lines(other))
+        return any(_spans(one, two, rules) for one, two in pairs)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
@@ -270,7 +277,11 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
-    """A tuple as a matrix of one row or column, whichever `like` is; other answers as they are."""
+    """A tuple, or [1, 2], as a matrix of one row or column, whichever `like` is; other answers as they are."""
+    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
+        (piece,) = answer.pieces
+        if piece.low_closed and piece.high_closed:
+            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
     if not isinstance(answer, AnswerList) or answer.kind != "tuple":
         return answer
     rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)
@@ -283,8 +294,9 @@ def _words(gold: Any, other: Any, rules: Rules) -> bool:
 
 
 def _folded(text: str) -> str:
-    # a minus sign stays, a hyphen does not: at most -3, won 2-1; Type-2 is not Type -2
-    text = _HYPHEN.sub(" ", re.sub(r"(?<=[a-z])-(?=\d)", "~", text))
+    # a minus sign stays, a hyphen does not: at most -3, won 2-1
+    text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
+    text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
     words = [word for word in text.split() if word not in ("the", "a", "an")]
     if MONTHS & set(words):  # 12th of May
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))

@@ -42,6 +42,7 @@ _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
+_BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 
 
@@ -210,11 +211,20 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
         has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", value)
         return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
     # (A) and (C) or AC; BAD may be a word
-    several, named = (re.sub(r"[\s()\\,;&]|\band\b", "", text) for text in (gold, theirs))
+    several, named = map(_several, (gold, theirs))
     is_word = several == gold != "".join(sorted(gold))
-    if is_word or not re.fullmatch("[A-J]{2,6}", several) or len(set(several)) < len(several):
+    if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
-    return sorted(named) == sorted(several)
+    if named is not None:
+        return sorted(named) == sorted(several)
+    return False if re.search(r"\bor\b", theirs) else None
+
+
+def _several(text: str) -> str | None:
+    bare = re.sub(r"[\s()\\]", "", _BETWEEN_CHOICES.sub("", text))
+    if not re.fullmatch("[A-Ja-j]{2,6}", bare) or len(set(bare)) < len(bare):
+        return None
+    return bare.upper() if bare.isupper() or _BETWEEN_CHOICES.search(text) else None
 
 
 @functools.lru_cache(maxsize=4096)

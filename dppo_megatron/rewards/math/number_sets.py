@@ -39,9 +39,7 @@ def read_inequality(sides: list[str], ops: list[str]) -> Answer:
 
 def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
     for one, relation, two in ((left, op, right), (right, answers.TURNED.get(op, op), left)):
-        # x < y is a half-plane, and a < b may bound either
-        is_bound = symbols(two).isdisjoint((one[1], *"xyz")) and (two[0] != "s" or one[1] in ("x", "y", "z"))
-        if one[0] == "s" and is_bound:
+        if one[0] == "s" and not symbols(two):
             return half_line(one[1], relation, two)
         bound = rational(two) if one[:2] == ("f", "abs") and relation in answers.TURNED else None
         if bound is not None and bound >= 0:
@@ -68,6 +66,17 @@ def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     if op == "\\ne":
         return answers.Intervals((below, above), name)
     return answers.Intervals((below if op in ("<", "\\le") else above,), name)
+
+
+def half_lines(answer: Answer) -> list[Answer]:
+    """The sets that an inequality may be: x < a of x, a < b of a or of b; none for x < y, which is a half-plane. Other
+    answers as they are."""
+    if not isinstance(answer, answers.Relation):
+        return [answer]
+    one, op, two = answer.sides[0], answer.ops[0], answer.sides[-1]
+    turned = answers.TURNED.get(op, op)
+    read = [] if op == "=" or len(answer.ops) > 1 else [(one, op, two), (two, turned, one)]
+    return [half_line(a[1], op, b) for a, op, b in read if a[0] == "s" and symbols(b).isdisjoint((a[1], *"xyz"))]
 
 
 def as_spans(answer: Answer | None) -> answers.Intervals | None:

@@ -242,7 +242,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")
-    if re.match(r"\[\s*\[", text):
+    if re.match(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z", text):
         grid = read_grid(text.strip("[] "))
         if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
             return grid

@@ -22,6 +22,7 @@ _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
+_BASED_WORDS = regex(r"([0-9A-Fa-f]+)\s*(?:\\text\{)?\s*\(?(?:in )?base\s*\}?\s*(\d+|[a-z]+)\)?\}?")
 _ENVIRONMENT = regex(
     r"(?P<scale>[^&=,;]*?)\s*[(\[]?\s*\\begin\s*\{(?P<kind>[pbB]?(?:small)?matrix|array)\}\s*(?:\{[lcr| ]*\})?"
     r"(?P<rows>(?:(?!\\begin).)*)\\end\s*\{(?P=kind)\}\s*[\])]?(?P<turned>\s*\^\s*\{?\s*T\s*\}?)?",
@@ -51,6 +52,9 @@ _SPELLED = {
 }
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
+for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
+    _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
+    _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
@@ -91,7 +95,7 @@ def read_special(text: str, depth: int) -> Answer | None:
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
-    if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)):
+    if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else SMALL.get(match[2], 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)

@@ -1,6 +1,7 @@
 """Numbers and units as people write them, read exactly.
 
-If both sides state a unit and one of the two is known, both must measure the same thing. Words that are no unit
+Number words are read only if all of a run make one number: `seven or eight`, `one two` and `second` are left as they
+are. If both sides state a unit and one of the two is known, both must measure the same thing. Words that are no unit
 (`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`, `3 at most`). Units have no digits but
 exponents: `5 choose 2` has no unit.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -31,11 +33,11 @@ _BELOW_100 = (
 )
 SMALL = dict(zip(_BELOW_100.split(), (*range(20), *range(20, 100, 10)), strict=True))
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth lakh crore score gross myriad"
-_WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS))})"
-_RUN = regex(  # not before an expression, which it would multiply; `twenty second` is no number of seconds
-    rf"(?<![\w\\-]){_WORD}(?:[ -]{_WORD})*(?![\w-]|\s*[\[(\\^_\d]|\s+(?:first|second|an?)\b)", re.IGNORECASE
-)
+_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
+_DENOMINATORS = dict(zip(_PARTS.split(), (2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True))
+_WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS, 'and', 'an?', *(f'{part}s?' for part in _DENOMINATORS)))})"
+_RUN = regex(rf"(?<![\w\\-])(?:(?:minus|negative) +)?{_WORD}(?:(?:-| +){_WORD})*(?![\w-])", re.IGNORECASE)
+_GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -66,8 +68,53 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
     return len(digits), Fraction(10) ** (int(exponent or 0) - len(places or ""))
 
 
+def read_number_words(text: str) -> Fraction | None:
+    """The number that all of the words make together; None if they make none.
+
+    Example:
+        >>> read_number_words("One hundred twenty-five"), read_number_words("minus two and two thirds")
+        (Fraction(125, 1), Fraction(-8, 3))
+    """
+    words = text.lower().replace("-", " ").split()
+    if not words or len(words) > 30:
+        return None
+    if words[0] in ("minus", "negative"):
+        value = read_number_words(" ".join(words[1:]))
+        return None if value is None else -value
+    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
+    if below is None:
+        return _whole(words)
+    before, _, above = " ".join(words[:-1]).rpartition("and ")
+    parts = Fraction(1) if above in ("a", "an") or words == ["half"] else _whole(above.split())
+    rest = _whole(before.split()) if before else Fraction(0)
+    # `one third` and `two thirds`, but not `twenty fourth`: an ordinal after tens is a date or a rank
+    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
+        return None
+    return rest + parts / below
+
+
+def _whole(words: Sequence[str]) -> Fraction | None:
+    """A cardinal number; each scale (million, thousand ...) has to be smaller than the one before."""
+    if not words or words[-1] in ("a", "an", "and") or (len(words) > 1 and "zero" in words):
+        return None
+    total, group, bound = 0, 0, 10**15
+    for word in words:
+        value, scale = SMALL.get(word), MULTIPLIERS.get(word, bound)
+        if value is not None and (group % 100 == 0 or (group % 100 >= 20 and group % 10 == 0 and value < 10)):
+            group += value
+        elif word in ("a", "an") and not group + total:
+            group = 1
+        elif word == "hundred" and 0 < group < 100:
+            group *= 100
+        elif word != "hundred" and group and scale < bound:
+            total, group, bound = total + group * scale, 0, scale
+        elif word != "and" or group % 100 or not group + total:
+            return None
+    return Fraction(total + group)
+
+
 def with_digits(text: str) -> str:
-    """The text with its numbers in words as digits, up to ninety-nine or such a number of hundreds, thousands ...
+    """The text with its numbers in words as digits, where they are surely numbers.
 
     Example:
         >>> with_digits("twelve apples"), with_digits("three to two"), with_digits("the second")
@@ -75,11 +122,9 @@ def with_digits(text: str) -> str:
     """
 
     def as_digits(run: re.Match[str]) -> str:
-        words = run.group().lower().replace("-", " ").split()
-        scale = MULTIPLIERS.get(words[-1], 1)
-        values = [SMALL.get(word, 10**9) for word in (words if scale == 1 else words[:-1])]
-        is_one = len(values) == 1 or (len(values) == 2 and values[0] >= 20 and 0 < values[1] < 10)
-        return str(sum(values) * scale) if is_one and max(values) < 100 else run.group()
+        value = read_number_words(run.group())
+        # before an expression it would become a factor; `twenty second` is no number of seconds
+        return run.group() if value is None or _GOES_ON.match(text, run.end()) else str(value)
 
     return _RUN.sub(as_digits, text)
 
@@ -131,7 +176,8 @@ _MODIFIERS = (
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_MODIFIERS.split())
-_NUMBERS = frozenset({*SMALL, *MULTIPLIERS, *_PARTS.split(), *_PREFIXES.split()[1::3]})
+_RARE = ("lakh", "crore", "score", "gross", "myriad")
+_NUMBERS = frozenset({*SMALL, *MULTIPLIERS, *_DENOMINATORS, *_RARE, *_PREFIXES.split()[1::3]})
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
@@ -205,6 +251,12 @@ def read_unit(words: str) -> Unit | None:
     found = re.findall("[a-z]+", words)
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(changes, found)):
         return None
+    for end in range(len(found) - 1, 0, -1):  # `miles away`, `square feet of carpet`; but kg m is a unit of its own
+        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
+        is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
+        is_noun = found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:]))
+        if is_alone and is_noun and (first := _known(" ".join(found[:end])))[0]:
+            return Unit(words, *first)
     is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
     return Unit(words) if is_counted or found[-1] in _BESIDE or "per" in found or len(words) < 4 else None
 
@@ -218,16 +270,22 @@ def changes(word: str) -> bool:
 
 def compatible(gold: Unit, other: Unit) -> bool:
     """Whether both may measure the same thing: known units of one dimension, or unknown ones that share a word (`red
-    marbles` and `marbles`), where numbers, ways and the like are alike."""
-    if gold.dimension or other.dimension:
-        return gold.dimension == other.dimension
-    one, two = (
-        {unit.words.removesuffix("s")}
-        if re.search(r"\bper |\^|square|cubic", unit.words)
-        else {"" if word in _COUNTS else word.removesuffix("s") for word in re.findall("[a-z]+", unit.words)}
-        for unit in (gold, other)
-    )
-    return not one.isdisjoint(two)
+    marbles` and `marbles`), where numbers, ways and the like are alike. `units` may be lengths, or anything without a
+    known unit; `per person` alone may be of any unit."""
+    one, two = gold.dimension, other.dimension
+    for generic, known in ((one, two), (two, one)):
+        if generic.startswith("unit"):
+            return known in ("", generic, generic.replace("unit", "length"))
+    if gold.words.startswith("per ") or other.words.startswith("per "):
+        per = [words.rpartition("per ")[2] for words in (gold.words, other.words) if "per " in words]
+        return per[0] == per[-1]
+    if one or two:
+        return one == two
+    things = []
+    for words in (gold.words, other.words):
+        parts = [] if re.search(r" per |\^|square|cubic", words) else re.findall("[a-z]{4,}", words)
+        things.append({"" if parts and word in _COUNTS else word.removesuffix("s") for word in (words, *parts)})
+    return not things[0].isdisjoint(things[1])
 
 
 def _known(words: str) -> tuple[str, Fraction]:
