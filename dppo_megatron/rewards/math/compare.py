@@ -16,7 +16,6 @@ from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
-_ARTICLES = {"the", "a", "an"}
 _UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
 _HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
 _NUMBERED = regex(
@@ -181,9 +180,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         return len(items) == len(others) and _in_order(items, others, rules)
     # a solution listed twice is still one solution
-    if "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items)):
-        return _covered(items, others, rules)
-    return _one_to_one(items, others, rules)
+    is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
+    return _matched(items, others, rules, is_set)
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
@@ -236,28 +234,24 @@ def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answ
     return tuple(item.value if isinstance(item, Named) else item for item in items)
 
 
-def _one_to_one(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    """Compares in any order. Items that are written alike are matched first, since a long list would take n^2
-    comparisons, unless each item has a tolerance of its own."""
+def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_set: bool) -> bool:
+    """Compares in any order; in a set, some may be the same. Items that are written alike are matched first, since a
+    long list would take n^2 comparisons, unless each item has a tolerance of its own."""
+
+    def alike(item: Answer, one: Answer, index: int = 0) -> bool:  # among other items, {2} is not 2
+        are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
+        return len(are_sets) == 1 and equal(item, one, rules.item(0 if is_set else index))
+
     unmatched = list(other)
     for index, item in sorted(enumerate(gold), key=lambda at: at[1] not in other):
-        is_alike = item in unmatched and len(rules.tolerances) < 2
-        match = item if is_alike else next((one for one in unmatched if equal(item, one, rules.item(index))), None)
+        left = other if is_set else unmatched
+        is_there = item in left and len(rules.tolerances) < 2
+        match = item if is_there else next((one for one in left if alike(item, one, index)), None)
         if match is None:
             return False
-        unmatched.remove(match)
-    return not unmatched
-
-
-def _covered(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules) -> bool:
-    """Whether each item equals one on the other side. Here a set does not equal its only member: {2} is not 2."""
-
-    def alike(item: Answer, one: Answer) -> bool:
-        are_sets = {isinstance(side, AnswerList) and side.kind == "set" for side in (item, one)}
-        return len(are_sets) == 1 and equal(item, one, rules)
-
-    has_all = all(item in other or any(alike(item, one) for one in other) for item in gold)
-    return has_all and all(one in gold or any(alike(item, one) for item in gold) for one in other)
+        if match in unmatched:
+            unmatched.remove(match)
+    return all(is_set and (one in gold or any(alike(item, one) for item in gold)) for one in unmatched)
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
@@ -272,13 +266,14 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
     merged = normal(left), normal(right)
     if all(spans.pieces for spans in merged):  # else the ends are in the wrong order: compared as written
         left, right = merged
-    return _one_to_one(left.pieces, right.pieces, rules.exact())
 
+    def alike(one: answers.Piece, two: answers.Piece) -> bool:
+        are_closed = [(piece.low_closed, piece.high_closed) for piece in (one, two)]
+        ends = [(one.low, two.low), (one.high, two.high)]
+        return are_closed[0] == are_closed[1] and equal_nodes(ends, rules.exact())
 
-def _pieces(gold: answers.Piece, other: answers.Piece, rules: Rules) -> bool:
-    if (gold.low_closed, gold.high_closed) != (other.low_closed, other.high_closed):
-        return False
-    return equal_nodes([(gold.low, other.low), (gold.high, other.high)], rules)
+    orders = (right.pieces, right.pieces[::-1]) if len(left.pieces) == len(right.pieces) else ()
+    return any(all(map(alike, left.pieces, pieces)) for pieces in orders)
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
@@ -299,12 +294,10 @@ def _words(gold: Any, other: Any, rules: Rules) -> bool:
 
 
 def _folded(text: str) -> str:
-    if text in ("dne", "d n e"):
-        return "doesnotexist"
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
     text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
     text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
-    words = [word for word in text.split() if word not in _ARTICLES]
+    words = [word for word in text.split() if word not in ("the", "a", "an")]
     if MONTHS & set(words):  # 12th of May
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
@@ -325,7 +318,6 @@ def _answers(gold: str, other: str) -> bool:
 
 
 _BY_KIND: dict[type, Callable[[Any, Any, Rules], bool]] = {
-    answers.Piece: _pieces,
     Named: _named,
     answers.Intervals: _spans,
     AnswerList: _rows,

@@ -57,7 +57,7 @@ def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
 
 def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     names = sorted(symbols(gold) | symbols(other))
-    if gold[0] == other[0] == "n":
+    if gold[0] == other[0] == "n" or INFINITY in (gold, other, gold[1], other[1]):
         return False
     verdict = proved_equal(gold, other, work)
     if verdict is not None:
@@ -234,7 +234,7 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
-        in_radians = plain.unit.dimension == "radians" if plain.unit else PI in walk(plain.node)
+        in_radians = plain.unit.dimension == "radian" if plain.unit else PI in walk(plain.node)
         if angle.unit is not None and angle.unit.dimension == "angle" and in_radians:
             return bool(same(("*", angle.node, DEGREE), plain.node, rules.work))
     if gold_unit.dimension and other.unit is None and (measure := _with_unit(other.node, gold_unit)):
@@ -274,17 +274,12 @@ def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rule
 
 def equal_nodes(pairs: Sequence[tuple[Node, Node]], rules: Rules) -> bool:
     """Whether the expressions of each pair have the same value, with one renaming of parameters for all pairs."""
-    unequal = [pair for pair in pairs if not _equal(*pair, rules)]
+    differing = (pair for pair in pairs if not same(*pair, rules.work))
+    unequal = [(one, two) for one, two in differing if symbols(one) | symbols(two) or not _near(one, two, rules)]
     if not unequal or any(INFINITY in walk(side) for pair in unequal for side in pair):
         return not unequal
     renamings = _renamings(*unequal[0], rules) if all(symbols(one) | symbols(two) for one, two in unequal) else ()
     return any(all(same(one, substituted(two, by), rules.work) for one, two in pairs) for by in renamings)
-
-
-def _equal(gold: Node, other: Node, rules: Rules) -> bool:
-    if gold == other or INFINITY in (gold, other, gold[1], other[1]):
-        return gold == other
-    return bool(same(gold, other, rules.work)) or (not symbols(gold) | symbols(other) and _near(gold, other, rules))
 
 
 def _renamings(gold: Node, other: Node, rules: Rules) -> Iterator[Mapping[str, Node]]:

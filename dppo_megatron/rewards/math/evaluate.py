@@ -221,7 +221,14 @@ class Evaluation:
         if name == "ln":
             return self._ln(self.lift(values[0]))
         if name not in _OF_WHOLES:
-            return self._transcendental(name, self.lift(values[0]))
+            value = self.lift(values[0])
+            if name not in _TRANSCENDENTAL:
+                raise Undefined(name)
+            self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
+            self.largest = max(self.largest, abs(value))  # sin(pi) has the rounding error of pi
+            if abs(value) > 1e12:
+                raise TooBig
+            return self._called(name.replace("arc", "a"), value)
         if not fractions:
             raise Discrete(name)
         bits = sum(value.numerator.bit_length() + value.denominator.bit_length() for value in values)
@@ -231,15 +238,6 @@ class Evaluation:
         if any(value.denominator != 1 for value in values):
             raise Discrete(name)
         return self._of_wholes(name, *map(int, values))
-
-    def _transcendental(self, name: str, value: Any) -> Any:
-        if name not in _TRANSCENDENTAL:
-            raise Undefined(name)
-        self.has_branch |= name in ("arcsin", "arccos") and abs(value) > 1
-        self.largest = max(self.largest, abs(value))  # sin(pi) has the rounding error of pi
-        if abs(value) > 1e12:
-            raise TooBig
-        return self._called(name.replace("arc", "a"), value)
 
     def _floor(self, value: Any) -> Fraction:
         if isinstance(value, Fraction):

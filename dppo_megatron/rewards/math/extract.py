@@ -25,13 +25,12 @@ class Extraction(NamedTuple):
 
 
 _BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # also \\boxed, in texts that were escaped twice
-_OPENING = regex(r"\s*\{")
 _BRACE = regex(r"\\.|[{}]", re.DOTALL)  # a brace, or an escaped character, which is none
 # `a = -\boxed{256}` is -256; a dash at the start of a list item is no sign
 _MINUS = regex(r"(?:=|\$|\\\(|\\\[|\bis)[ ]*[-\u2212][ ]*\\*\Z")
 _MAX_BOXES = 2000
-_BARE = regex(r"\s+([A-Za-z]|-?\d[\d.,/]*)(?=[\s$.,;)\\]|$)|(-?\d+)(?=[\s$.,;)\\]|$)")
-_NOTHING_MORE = regex(r"[\s$.]*\Z")
+# what follows the command: a brace, a letter or number without one, or nothing more
+_CONTENT = regex(r"\s*(\{)|(?:\s+([A-Za-z]|-?\d[\d.,/]*)|(-?\d+))(?=[\s$.,;)\\]|$)|[\s$.]*\Z")
 _CONNECTOR = regex(
     r"(?:[a-z]+ )?(?:[,;.]|\\text\{\s*(?:and|or)\s*\}|and|or|[,;.]\s*(?:and|or))?"
     r"(?:\s*[A-Za-z](?:_\{?\w\}?)?\s*=)?|[^\w\\]*"
@@ -57,8 +56,6 @@ _SENTENCE_END = regex(r"\.(?=\s|$)|\n")
 _FULL_STOP = regex(r"(?:\.\s*(?:\$\$?|\\\]|\\\))?|\$\$?|\\\]|\\\))\s*\Z")
 _LAST_EQUATION = regex(r"(?<![<>!=:])=(?!=)\s*(?P<value>(?:[^=<>\n.]|\.(?!\s)){1,80})\Z")
 _PROSE = regex(r"(?<=[A-Za-z$])\s+(?:in|of|on|from|that|which)\s+[A-Za-z].*", re.DOTALL)
-_LAST_NAME = regex(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)")
-_WORDS = regex(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _SENTENCE_BEGIN = regex(r"(?<=[.?!])[\s$]+(?=[A-Z\\$])|\n\s*\n")
 _NOT_A_RESULT = regex(  # a condition, a task or a doubt: the equation is then not the result of the text
     r"\b(?:if|let|suppose|assume|assuming|given|where|when|whether|unless|until|for|find|solve|evaluate|compute"
@@ -119,15 +116,12 @@ def _from_boxes(text: str) -> Extraction | None:
     boxes: list[tuple[int, int, int]] = []  # outer boxes: positions of mark, content and closing brace
     end = None
     for mark in marks:
-        content = mark.end()
-        if opening := _OPENING.match(text, content):
-            content, end = opening.end(), closed_at.get(opening.end(), -1)
-        elif bare := _BARE.match(text, content):
-            content, end = bare.span(bare.lastindex or 0)
-        elif _NOTHING_MORE.match(text, content):
-            end = -1
-        else:
+        found = _CONTENT.match(text, mark.end())
+        if found is None:
             continue
+        content, end = found.span(found.lastindex) if found.lastindex else (found.end(), -1)
+        if found[1]:
+            content, end = found.end(), closed_at.get(found.end(), -1)
         if end > (boxes[-1][2] if boxes else -1):
             boxes.append((mark.start(), content, end))
     if end is None:
@@ -194,8 +188,8 @@ def _last_equation(tail: str) -> Extraction | None:
         return None
     *_, start = (0, *(match.end() for match in _SENTENCE_BEGIN.finditer(tail, 0, found.start())))
     sides = tail[start : found.start("value")].split("=")[:-1]
-    names = [name[0] for side in sides if (name := _LAST_NAME.search(side))]
+    names = [name[0] for side in sides if (name := re.search(r"(?<![\w^}])[A-Za-z](?=[\s$&]*\Z)", side))]
     if _NOT_A_RESULT.search(tail, start) or found["value"].strip(" $") == "0" or len(set(names)) < len(names):
         return None
     value = _PROSE.sub("", found["value"]).replace("$", " ")  # 31800 dollars in total
-    return _found(value, "equation") if len(_WORDS.findall(value)) < 4 else None
+    return _found(value, "equation") if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", value)) < 4 else None

@@ -26,10 +26,6 @@ _MAX_SIGNS = 10
 _SQUARE_POINTS = 12  # at which it is tested whether a value is a square: one that is not has no root at some of them
 
 
-class _NotRational(Exception):
-    """The tree is no rational function, and cannot be treated as a letter of its own."""
-
-
 def drawn(purpose: str) -> Random:
     """Random numbers that cannot be predicted without the secret, which is drawn once per process; the same numbers for
     the same purpose."""
@@ -50,7 +46,7 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
         if _FieldPoint(0, has_letters, is_gaussian, work).agree(gold, other):
             return True
         return None if has_letters else False
-    except (_NotRational, Undefined, ValueError):  # 0 has no inverse
+    except (Undefined, ValueError):  # 0 has no inverse
         return None
 
 
@@ -110,7 +106,7 @@ def _is_square(inside: Node) -> bool:
     try:
         first = next(points).has_root(inside)
         return all(point.has_root(inside) == first for point in points)
-    except (Undefined, TooBig, _NotRational, ValueError):
+    except (Undefined, TooBig, ValueError):
         return bool(inside[0] == "^")
 
 
@@ -189,7 +185,7 @@ class _FieldPoint:
         if value is not None:
             return self._of(("n", value))
         if not self._has_letters or kind in ("big", "c"):
-            raise _NotRational
+            raise ValueError("not rational")
         if _is_root(node):
             return self._size(node[1], rational(node[2]) or Fraction(1))
         return self._size(node[2], Fraction(1)) if node[1] == "abs" else self._function(node)
@@ -212,7 +208,7 @@ class _FieldPoint:
         """|node| to `power`, which is whole or half a whole number, computed factor by factor."""
         self._work.spend(sum(1 for _ in walk(node)) // 4)
         if self._prime % 4 == 1:  # with i, |u| may be neither u nor -u; and the power for roots is for the other prime
-            raise _NotRational
+            raise ValueError("not rational")
         is_half, value = power.denominator == 2, self._of(node)
         times = _whole_power(node) if node[0] == "^" else None
         if times is not None:

@@ -26,7 +26,7 @@ from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import read_answer
 from dppo_megatron.rewards.math.special import IN_TEXT, plain_words, whole_letters, without_clauses, without_sentence
-from dppo_megatron.rewards.math.units import DOUBTS, Unit, read_unit, stated_digits, with_digits
+from dppo_megatron.rewards.math.units import DOUBTS, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
@@ -38,32 +38,50 @@ _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
 _OPPOSITES += ",rational irrational,acute obtuse right"
-_WHO = regex(r"\b(?:who|whom|whose|which)\b", re.IGNORECASE)
-_NEUTRAL = {"the", "a", "an", "any", "all", "only"}
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
-_NO_SIGNS = regex(r"[a-z0-9.:' -]+")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
-_STATED_REFERENCE = regex(r"[Ff]inal answer is \$([^$]+)\$")
-_SHORT_WORDS = frozenset(["yes", "no", "odd", "dne"])
 
 
 def grade_math(
-    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
+    completion: str,
+    answer: str,
+    row: Mapping[str, Any],
+    *,
+    prompt: str = "",
+    finish_reason: str = "stop",
+    strict: bool = False,
 ) -> Grade:
     """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may have `tolerance`, `unit`
-    and `source`, which decide how its reference is compared."""
-    return _grade(completion, answer, row, prompt, finish_reason)
+    and `source`, which decide how its reference is compared. With `strict`, only a box, `<answer>` or `####` marks an
+    answer."""
+    from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
+
+    # base models that end by themselves never close the prompt's tag
+    is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
+    found = extract(f"<think>{completion}" if is_cut_off else completion, strict=strict)
+    if not found.parts:
+        return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
+    text = ", ".join(found.parts)
+    verdict, why = (True, "exact") if text == answer else _compare(answer, text, row)
+    if 1 < len(found.parts) <= _MAX_BOXES and verdict is not True:
+        # several boxes for one reference: right if each of them is
+        each = [_compare(answer, part, row) for part in found.parts]
+        if all(outcome for outcome, _ in each):
+            verdict, why = True, each[0][1]
+    is_marked = found.mark not in ("stated", "equation")
+    facts = {"parsed_share": float(verdict is not None), "boxed_share": float(is_marked)}
+    return Grade(float(verdict is True), text, why, facts)
 
 
 def grade_math_boxed(
     completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
 ) -> Grade:
-    """As `grade_math`, but only a box, `<answer>` or `####` marks an answer: for rewards that also teach the format."""
-    return _grade(completion, answer, row, prompt, finish_reason, strict=True)
+    """As `grade_math`, if it is strict: for rewards that also teach the format."""
+    return grade_math(completion, answer, row, prompt=prompt, finish_reason=finish_reason, strict=True)
 
 
 def is_read(answer: str) -> bool:
@@ -72,30 +90,6 @@ def is_read(answer: str) -> bool:
         reference = _reference(answer)
         return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, ""))
     return False
-
-
-def _grade(
-    completion: str, answer: str, row: Mapping[str, Any], prompt: str, finish_reason: str, *, strict: bool = False
-) -> Grade:
-    from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
-
-    # base models that end by themselves never close the prompt's tag
-    is_cut_off = finish_reason == "length" and prompt.rstrip().endswith("<think>")
-    found = extract(f"<think>{completion}" if is_cut_off else completion, strict=strict)
-    if not found.parts:
-        return Grade(0.0, None, found.why, {"parsed_share": 0.0, "boxed_share": 0.0})
-    boxed = 0.0 if found.mark in ("stated", "equation") else 1.0
-    text = ", ".join(found.parts)
-    if text == answer:
-        return Grade(1.0, text, "exact", {"parsed_share": 1.0, "boxed_share": boxed})
-    verdict, why = _compare(answer, text, row)
-    if 1 < len(found.parts) <= _MAX_BOXES and verdict is not True:
-        # several boxes for one reference: right if each of them is
-        each = [_compare(answer, part, row) for part in found.parts]
-        if all(outcome for outcome, _ in each):
-            verdict, why = True, each[0][1]
-    facts = {"parsed_share": float(verdict is not None), "boxed_share": boxed}
-    return Grade(float(verdict is True), text, why, facts)
 
 
 def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
@@ -124,12 +118,17 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
-        theirs = Words(plain) if _NO_SIGNS.fullmatch(plain := plain_words(other)) else theirs
+        theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
         rules = _rules(row, reference, other)
-        is_right = _judge(gold, theirs, rules, row)
+        is_right = equal(gold, theirs, rules)
+        if isinstance(gold, Words) and isinstance(theirs, Words):
+            is_right = is_right or _states(gold.text, theirs.text, problem)
+        elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
+            lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
+            is_right = is_right or equal(*lists, rules)
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
@@ -178,16 +177,6 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
     return answer
 
 
-def _judge(gold: Answer, other: Answer, rules: Rules, row: Mapping[str, Any]) -> bool:
-    if equal(gold, other, rules):
-        return True
-    if isinstance(gold, Words) and isinstance(other, Words):
-        return _states(gold.text, other.text, str(row.get("problem", "")))
-    if row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(other, AnswerList):
-        return equal(AnswerList("list", gold.items), AnswerList("list", other.items), rules)
-    return False
-
-
 def _states(gold: str, other: str, problem: str) -> bool:
     """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
     opposite, or, for a question of who or which, the word that it begins with."""
@@ -197,8 +186,9 @@ def _states(gold: str, other: str, problem: str) -> bool:
     for group in _OPPOSITES.split(","):
         if other in group.split():
             return set(group.split()) & set(words) == {other}
-    content = [word for word in words if word not in _NEUTRAL]
-    return bool(_WHO.search(problem)) and len(words) >= 4 and content[:1] == [other]
+    content = [word for word in words if word not in ("the", "a", "an", "any", "all", "only")]
+    asks_who = re.search(r"\b(?:who|whom|whose|which)\b", problem, re.IGNORECASE)
+    return bool(asks_who) and len(words) >= 4 and content[:1] == [other]
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -215,13 +205,18 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
         offered = re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}]", problem) if problem else letter[1] in "ABCDE"
         if led[1].islower() and not offered:
             return None
-        return not led["value"] or _is_value(led["value"], letter[1], problem)
-    letters = _several(gold)
-    is_word = letters == gold != "".join(sorted(gold))  # BAD
-    if letters is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
+        value = led["value"] or ""
+        if not value or re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}][\s}}$]*{re.escape(value)}", problem):
+            return True
+        has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", value)
+        return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
+    # (A) and (C) or AC; BAD may be a word
+    several, named = map(_several, (gold, theirs))
+    is_word = several == gold != "".join(sorted(gold))
+    if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
-    if (named := _several(theirs)) is not None:
-        return sorted(named) == sorted(letters)
+    if named is not None:
+        return sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 
@@ -232,27 +227,18 @@ def _several(text: str) -> str | None:
     return bare.upper() if bare.isupper() or _BETWEEN_CHOICES.search(text) else None
 
 
-def _is_value(text: str, letter: str, problem: str) -> bool:
-    if re.search(rf"(?<![A-Za-z]){letter}\s*[).:}}][\s}}$]*{re.escape(text)}", problem):
-        return True
-    answer, _ = _read(text)
-    has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", text)
-    return not (answer is None or isinstance(answer, (AnswerList, Words)) or has_others)
-
-
 @functools.lru_cache(maxsize=4096)
 def _reference(answer: str) -> str:
     """The cleaned reference; if it is a whole solution, its final answer."""
     is_marked = "\\boxed" in answer or "####" in answer
-    parts = extract(answer, strict=True).parts if is_marked else _STATED_REFERENCE.findall(answer)[-1:]
+    stated = re.findall(r"[Ff]inal answer is \$([^$]+)\$", answer)[-1:]
+    parts = extract(answer, strict=True).parts if is_marked else stated
     return clean(", ".join(parts) or answer)
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(text: str) -> tuple[Answer | None, str]:
     """The answer that the text states, or None and the reason why it cannot be read."""
-    if text.lower() in _SHORT_WORDS:  # else they would be read as products of letters
-        return Words(text.lower()), ""
     try:
         return read_answer(with_digits(text)), ""
     except (Unreadable, RecursionError, ValueError) as error:
@@ -261,27 +247,21 @@ def _read(text: str) -> tuple[Answer | None, str]:
 
 def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     """The rules that the row states; if it states none, those that follow from the digits of both sides."""
-    # OlympiadBench calls tolerances `precision`; a plain number under that name may be a count of digits
-    precision = row.get("precision")
-    tolerances = _tolerances(row.get("tolerance")) or _tolerances(precision if isinstance(precision, list) else None)
-    unit = row.get("unit")
-    stated: Unit | None = read_unit(clean(unit)) if isinstance(unit, str) and unit.strip() else None
+    precision = row.get("precision")  # OlympiadBench's tolerances; a plain number may be a count of digits
+    tolerances: tuple[Fraction, ...] = ()
+    for stated in (row.get("tolerance"), precision if isinstance(precision, list) else None):
+        parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
+        with suppress(ValueError):
+            tolerances = tolerances or tuple(abs(Fraction(str(part).strip())) for part in parts)
+    words = row.get("unit")
+    unit = read_unit(clean(words)) if isinstance(words, str) and words.strip() else None
     # references of the OCW problems (Minerva) are rounded to the digits that are written
     is_rounded = "ocw" in str(row.get("source", "")).lower()
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
     wholes = whole_letters(reference)
-    if tolerances or stated is not None or (is_rounded and digits):
+    if tolerances or unit is not None or (is_rounded and digits):
         place = place if is_rounded else Fraction(0)
-        return Rules(tolerances, stated, place, is_exact=False, wholes=wholes)
+        return Rules(tolerances, unit, place, is_exact=False, wholes=wholes)
     place = place if digits >= 3 else Fraction(0)
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
     return Rules(last_place=place, their_last_place=their_place, wholes=wholes)
-
-
-def _tolerances(stated: Any) -> tuple[Fraction, ...]:
-    """Tolerances from 0.1, "1e-1" or "1e-2,1e-3"; empty for anything else."""
-    parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
-    try:
-        return tuple(abs(Fraction(str(part).strip())) for part in parts)
-    except ValueError:
-        return ()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import regex
-from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, symbols, walk
+from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, symbols
 from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.units import MAX_DIGITS, MAX_EXPONENT
 
@@ -25,7 +25,6 @@ _LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell od
 _NAMES = frozenset(_LETTERS.split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
-_PLUS_MINUS = regex(r"\\pm(?![A-Za-z])|\+\s*/-")
 _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
 _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
@@ -67,7 +66,7 @@ def parse_signs(text: str) -> list[Node]:
         >>> len(parse_signs("1 \\pm \\sqrt{19}"))
         2
     """
-    first, *others = _PLUS_MINUS.split(text)
+    first, *others = re.split(r"\\pm(?![A-Za-z])|\+\s*/-", text)
     opposed = "\\mp" in text
     if len(others) > 3 or (opposed and len(others) > 1):
         raise Unreadable("too many plus-minus signs")
@@ -107,9 +106,6 @@ class _Reader:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
             if not until_function and self._take("*"):
                 node = self._times(node, self._signed(self._factor))
-            elif not until_function and self._peek() == "\\times" and _is_number(node):  # where letters may be vectors
-                self._take("\\times")
-                node = ("*", node, self._signed(self._factor))
             elif not until_function and self._take("/"):
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
@@ -210,7 +206,9 @@ class _Reader:
         if name in _WORD_CONSTANTS:
             return ("c", _WORD_CONSTANTS[name])
         if name == "sqrt":
-            return self._root()
+            degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
+            is_plain = self._peek()[:1].isdigit() or self._peek() in _CLOSING
+            return ("^", self._primary() if is_plain else self._argument(), _quotient(ONE, degree))
         if name in _SEVERAL:
             return self._of_several(name)
         if name in _FUNCTIONS:
@@ -251,11 +249,6 @@ class _Reader:
         if name == "min":
             return ("-", ("f", "max", *(("-", part) for part in parts)))
         return ("f", name, *sorted(parts, key=repr))
-
-    def _root(self) -> Node:
-        degree: Node = self._bracket() if self._peek() == "[" else ("n", Fraction(2))
-        is_plain = self._peek()[:1].isdigit() or self._peek() in _CLOSING
-        return ("^", self._primary() if is_plain else self._argument(), _quotient(ONE, degree))
 
     def _argument(self) -> Node:
         """A group, or a single token as in LaTeX: \\frac12 is a half."""
@@ -338,11 +331,6 @@ class _Reader:
                 self.position += len(sign)
                 return sign
         return ""
-
-
-def _is_number(node: Node) -> bool:
-    """Whether it contains no letter, which may be a vector: \\mathbf{e} is read as e."""
-    return all(part == PI or part[0] not in ("s", "c") for part in walk(node))
 
 
 def _quotient(above: Node, below: Node) -> Node:

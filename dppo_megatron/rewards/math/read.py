@@ -18,20 +18,13 @@ from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_si
 from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_compound, read_number, read_unit
 
-_SEPARATOR = regex(
+_SEPARATOR = (
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
     r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
 )
 _ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
 _ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
-_RELATION = regex(r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]")
-_IN = regex(r"\\in(?![A-Za-z])")
-_UNION = regex(r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
-_WITHOUT = regex(r"\\setminus(?![A-Za-z])")
-_COMMA = regex(r"[,;]")
-_ROWS = regex(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z")
-_BAR = regex(r"\||:")
-_COLON = regex(r"\s*:\s*")
+_RELATION = r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]"
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
@@ -51,11 +44,9 @@ _LABEL = regex(
     re.DOTALL,
 )
 _NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
-_WORD = regex("[A-Z][a-z]+")
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
-_IF = regex(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?\s*")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
 _ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
 _NAME = regex(
@@ -66,7 +57,6 @@ _NAME = regex(
     rf"|{_ARROW}\s*\*\s*{_ARROW}"
     r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
-_OVER = regex(r"[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -99,8 +89,8 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return answers.Words(text.lower())
     match = IN_TEXT.fullmatch(text)
     inner = match[1].strip() if match else ""
-    names = _SEPARATOR.split(inner)
-    if len(names) > 1 and all(map(_WORD.fullmatch, names)):
+    names = re.split(_SEPARATOR, inner)
+    if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
     is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]", inner)
     return read_answer(inner, depth + 1) if is_answer else None
@@ -157,7 +147,7 @@ def _read_cases(text: str, depth: int) -> Answer | None:
     read: list[tuple[Answer, Answer]] = []
     for row in rows:
         parts = _CONDITION.split(row, maxsplit=1)
-        where = _IF.sub("", parts[1]).strip(" .,;") if len(parts) > 1 else ""
+        where = re.sub(r"\A[\s&]*(?:\\text\{\s*)?(?:if|for|when|where|\s)*\}?", "", "".join(parts[1:])).strip(" .,;")
         otherwise = re.match(r"(?:\\text\{\s*)?(?:otherwise|else)", where)
         condition = _OTHERWISE if otherwise or not where else read_answer(where, depth + 1)
         read.append((read_answer(parts[0].strip(" ,;"), depth + 1), condition))
@@ -169,7 +159,7 @@ def _read_cases(text: str, depth: int) -> Answer | None:
 
 def _read_sets(text: str, depth: int) -> Answer | None:
     """`x \\in` a set, unions, and the difference of two sets of real numbers."""
-    name, *sets = split_top(text, _IN)
+    name, *sets = split_top(text, r"\\in(?![A-Za-z])")
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
         rows = [item for item in found.items if isinstance(item, AnswerList)] if isinstance(found, AnswerList) else []
@@ -182,10 +172,10 @@ def _read_sets(text: str, depth: int) -> Answer | None:
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, answers.Intervals) else found
-    parts = split_top(text, _UNION)
+    parts = split_top(text, r"\\cup(?![A-Za-z])|(?<=[)\]])\s*U\s*(?=[(\[])")
     if len(parts) > 1:
         return _union([read_answer(part, depth + 1) for part in parts])
-    whole, *removed = split_top(text, _WITHOUT)
+    whole, *removed = split_top(text, r"\\setminus(?![A-Za-z])")
     if not removed:
         return None
     rest = complement(_union([read_answer(part, depth + 1) for part in removed]))
@@ -216,7 +206,7 @@ def _ratio(text: str) -> Answer | None:
     """A ratio: `3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
     parts = _TO.split(text)
     if len(parts) == 1 or not all(map(_TERM.fullmatch, parts)):
-        parts = split_top(text, _COLON)
+        parts = split_top(text, r"\s*:\s*")
     if len(parts) == 1 or text.startswith("\\{"):
         return None
     first, *others = map(parse, parts)
@@ -251,8 +241,8 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return _set(text[2:-2].strip(), depth)
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
-    items = split_top(text[1:-1], _COMMA)
-    if _ROWS.match(text):
+    items = split_top(text[1:-1], "[,;]")
+    if re.match(r"\[\s*\[|\[[^\[\]();]*,[^\[\]();]*;[^\[\]()]*\]\Z", text):
         grid = read_grid(text.strip("[] "))
         if len(grid.items) > 1 and len({len(row.items) for row in grid.items if isinstance(row, AnswerList)}) == 1:
             return grid
@@ -273,13 +263,14 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _set(inner: str, depth: int) -> Answer:
-    conditions = split_top(inner, _BAR)
-    if len(conditions) == 2 and (over := _OVER.fullmatch(conditions[0].strip())):
+    conditions = split_top(inner, "[|:]")
+    over = re.fullmatch(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{([RZN])\})?\s*", conditions[0])
+    if len(conditions) == 2 and over:
         found = read_answer(conditions[1], depth + 1)
         if over[1] in (None, "R") or not isinstance(found, answers.Intervals):
             return found
         return whole_members(found, -math.inf if over[1] == "Z" else 1)
-    items = _flat([read_answer(part, depth + 1) for part in split_top(inner, _COMMA)])
+    items = _flat([read_answer(part, depth + 1) for part in split_top(inner, "[,;]")])
     if any(isinstance(item, answers.Intervals) for item in items):
         raise Unreadable("a set of sets")
     if len(items) == 1 and isinstance(items[0], AnswerList) and items[0].kind == "tuple":

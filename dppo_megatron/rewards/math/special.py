@@ -13,7 +13,7 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value
 from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.parse import ONE, parse
-from dppo_megatron.rewards.math.units import DOUBTS, read_number_words
+from dppo_megatron.rewards.math.units import DOUBTS, SMALL
 
 IN_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -40,17 +40,15 @@ _SENTENCE = regex(
 _HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
-    rf"(?:(?P<name>[a-zA-Z])\s*+(?P<not>\\not)?\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
+    rf"(?:(?P<name>[a-zA-Z])\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
     r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
-_MAX_MODULUS = 60  # of a congruence with `\\not`, for which the other residues are listed
 # conditions in words or by another sign, and their spelling here
 _SPELLED = {
     regex(r"(?:all |if )?(odd|even) ([i-q])"): r"\2 is \1",
     regex(r"([a-z]) is (?:divisible by|a multiple of) (\d{1,9})"): r"\2|\1",
     regex(r"(\d{1,9}) ?\| ?([a-z])"): r"\2\\equiv 0\\pmod{\1}",
-    regex(r"(\d{1,9}) ?\\nmid ?([a-z])"): r"\2\\not\\equiv 0\\pmod{\1}",
 }
 for _index, _word in enumerate(["even", "odd"]):
     _SPELLED[regex(rf"(?:if )?([i-q]) (?:is )?(?:an )?{_word}(?: integer)?")] = rf"\1\\equiv {_index}\\pmod{{2}}"
@@ -60,11 +58,12 @@ for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative",
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 _NAMED: dict[Answer, str] = {
     answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
-    answers.Intervals(EVERY_REAL): r"\mathbb{r}|all real numbers|all reals|all real|the real numbers",
+    answers.Intervals(EVERY_REAL): r"\mathbb{r}|all real number|all real|the real number",
     Value(answers.INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
+    answers.Words("does not exist"): "does not exist|dne|d n e",
+    **{answers.Words(word): word for word in ("yes", "no", "odd")},  # else they would be products of letters
 }
 _BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
-_FILLING = regex(r"\Athe set of (?=all)|(?<=solution)s\Z")
 
 _IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # a clause after an answer that only states what its letters are; up to the next answer of a list
@@ -76,12 +75,9 @@ _CLAUSE = regex(
     rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
-_OF_RESIDUES = regex(r"mod(?![a-z])|\\n?mid(?![a-z])|\b(?:odd|even)\b")
 _ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
-_POSITIVE = regex(r"(?:>\s*0|\\ge\s*1)(?![\d.])")
-_NONNEGATIVE = regex(r"\\ge\s*0(?![\d.])|non-?negative")
 _WHOLE = frozenset("ijklmnIJKLMN")
 _KINDS = frozenset(["real", "integer", "rational", "complex"])
 _EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
@@ -92,21 +88,21 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a special form; else None."""
     plain = plain_words(text)
-    for pattern, spelled in _SPELLED.items() if "!" not in text and re.search(r"[ |]|nmid", plain) else ():
+    for pattern, spelled in _SPELLED.items() if "!" not in text and re.search("[ |]", plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
-    if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(_FILLING.sub("", plain)):
+    if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(plain.removeprefix("the set of ").removesuffix("s")):
         return named
     if match := _HALF_LINE.fullmatch(text):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
-        base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else int(read_number_words(match[2]) or 0)
+        base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else SMALL.get(match[2], 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
     if match := _CLOCK.fullmatch(IN_TEXT.sub(r"\1", text).strip()):
         return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
     if match := _CONGRUENCE.fullmatch(text):
-        residues = _residues(match["residues"], int(match["modulus"]), bool(match["not"]))
+        residues = _residues(match["residues"], int(match["modulus"]))
         return answers.Named(match["name"], residues) if residues and match["name"] else residues
     if "\\begin" in text and (match := _ENVIRONMENT.fullmatch(text)):
         scale = match["scale"].strip(" *")
@@ -114,13 +110,11 @@ def read_special(text: str, depth: int) -> Answer | None:
     return None
 
 
-def _residues(text: str, modulus: int, are_excluded: bool) -> Answer | None:
-    """The numbers that are congruent to one of the residues in `text`; if `are_excluded`, to none of them."""
+def _residues(text: str, modulus: int) -> Answer | None:
+    """The numbers that are congruent to one of the residues in `text`."""
     numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
     residues = {int(number) % modulus for number in numbers} if modulus else set()
-    if are_excluded:
-        residues = set(range(modulus)) - residues if modulus <= _MAX_MODULUS else set()
-    period = ("*", ("n", Fraction(modulus)), answers.ANY_WHOLE)
+    period = ("*", ("n", Fraction(modulus)), ("s", "_"))  # `_` stands for every whole number
     found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(residues))
     return AnswerList("set", found) if len(found) > 1 else found[0] if found else None
 
@@ -182,7 +176,7 @@ def without_clauses(text: str, gold: str | None = None) -> str:
     if gold is None:
         return _CLAUSE.sub("", text).strip() or text
     stated = set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold)))
-    if _OF_RESIDUES.search(gold):
+    if re.search(r"mod(?![a-z])|\\n?mid(?![a-z])|\b(?:odd|even)\b", gold):
         stated.add("integer")
     return _CLAUSE.sub(lambda found: "" if _adds_nothing(found[0], stated) else found[0], text).strip() or text
 
@@ -214,6 +208,7 @@ def _letters(clause: str) -> set[str]:
 def _domain(clause: str) -> set[str]:
     """The clause's words and signs without single letters; sets of numbers are spelled as words."""
     spelled = _SET.sub(lambda found: _SETS[found[1] or "N"] + ("positive" if found[2] else ""), clause)
-    spelled = _NONNEGATIVE.sub(" nonnegative ", _POSITIVE.sub(" positive ", spelled))
+    spelled = re.sub(r"(?:>\s*0|\\ge\s*1)(?![\d.])", " positive ", spelled)
+    spelled = re.sub(r"\\ge\s*0(?![\d.])|non-?negative", " nonnegative ", spelled)
     words = re.findall(r"\\?[A-Za-z]+|\S", re.sub(r"[{}(),.$\s]+|\\text", " ", spelled))
     return {word.removesuffix("s") for word in words if not (len(word) == 1 and word.isalpha())}

@@ -31,18 +31,12 @@ _BELOW_100 = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
 )
-_SMALL = dict(zip(_BELOW_100.split(), (*range(20), *range(20, 100, 10)), strict=True))
-_SCALES = {"dozen": 12, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = "half third quarter fourth fifth sixth seventh eighth ninth tenth"
-_DENOMINATORS = dict(zip(_PARTS.split(), (2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True)) | {"halve": 2}
-MULTIPLIERS = {"hundred": 100, **_SCALES}
-NUMBER_WORDS = frozenset({*_SMALL, *MULTIPLIERS, *_DENOMINATORS})
-_SIGNS = ("minus", "negative")
-
-_WORD = "|".join(sorted({*_SMALL, *_SCALES, "hundred", "and", "an", "a", *(f"{p}s?" for p in _DENOMINATORS)}, key=len))
-_RUN = regex(
-    rf"(?<![\w\\-])(?:(?:{'|'.join(_SIGNS)})[ ]+)?(?:{_WORD})(?:(?:-|[ ]+)(?:{_WORD}))*(?![\w-])", re.IGNORECASE
-)
+SMALL = dict(zip(_BELOW_100.split(), (*range(20), *range(20, 100, 10)), strict=True))
+MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
+_DENOMINATORS = dict(zip(_PARTS.split(), (2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True))
+_WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS, 'and', 'an?', *(f'{part}s?' for part in _DENOMINATORS)))})"
+_RUN = regex(rf"(?<![\w\\-])(?:(?:minus|negative) +)?{_WORD}(?:(?:-| +){_WORD})*(?![\w-])", re.IGNORECASE)
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
@@ -78,26 +72,45 @@ def read_number_words(text: str) -> Fraction | None:
     """The number that all of the words make together; None if they make none.
 
     Example:
-        >>> read_number_words("One hundred twenty-five"), read_number_words("two and two thirds")
-        (Fraction(125, 1), Fraction(8, 3))
+        >>> read_number_words("One hundred twenty-five"), read_number_words("minus two and two thirds")
+        (Fraction(125, 1), Fraction(-8, 3))
     """
     words = text.lower().replace("-", " ").split()
     if not words or len(words) > 30:
         return None
-    if words[0] in _SIGNS:
+    if words[0] in ("minus", "negative"):
         value = read_number_words(" ".join(words[1:]))
         return None if value is None else -value
     below = _DENOMINATORS.get(words[-1].removesuffix("s"))
     if below is None:
-        whole = _whole(words)
-        return None if whole is None else Fraction(whole)
+        return _whole(words)
     before, _, above = " ".join(words[:-1]).rpartition("and ")
-    parts = 1 if above in ("a", "an") or words == ["half"] else _whole(above.split())
-    rest = _whole(before.split()) if before else 0
+    parts = Fraction(1) if above in ("a", "an") or words == ["half"] else _whole(above.split())
+    rest = _whole(before.split()) if before else Fraction(0)
     # `one third` and `two thirds`, but not `twenty fourth`: an ordinal after tens is a date or a rank
     if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
         return None
-    return rest + Fraction(parts, below)
+    return rest + parts / below
+
+
+def _whole(words: Sequence[str]) -> Fraction | None:
+    """A cardinal number; each scale (million, thousand ...) has to be smaller than the one before."""
+    if not words or words[-1] in ("a", "an", "and") or (len(words) > 1 and "zero" in words):
+        return None
+    total, group, bound = 0, 0, 10**15
+    for word in words:
+        value, scale = SMALL.get(word), MULTIPLIERS.get(word, bound)
+        if value is not None and (group % 100 == 0 or (group % 100 >= 20 and group % 10 == 0 and value < 10)):
+            group += value
+        elif word in ("a", "an") and not group + total:
+            group = 1
+        elif word == "hundred" and 0 < group < 100:
+            group *= 100
+        elif word != "hundred" and group and scale < bound:
+            total, group, bound = total + group * scale, 0, scale
+        elif word != "and" or group % 100 or not group + total:
+            return None
+    return Fraction(total + group)
 
 
 def with_digits(text: str) -> str:
@@ -116,39 +129,14 @@ def with_digits(text: str) -> str:
     return _RUN.sub(as_digits, text)
 
 
-def _whole(words: Sequence[str]) -> int | None:
-    """A cardinal number; each scale (million, thousand ...) has to be smaller than the one before."""
-    if not words or words[-1] in ("a", "an", "and") or (len(words) > 1 and "zero" in words):
-        return None
-    total, group, bound = 0, 0, 10**15
-    for word in words:
-        value = _SMALL.get(word)
-        if value is not None and (group % 100 == 0 or (group % 100 >= 20 and group % 10 == 0 and value < 10)):
-            group += value
-        elif word in ("a", "an") and not group and not total:
-            group = 1
-        elif word == "hundred" and 0 < group < 100:
-            group *= 100
-        elif word in _SCALES and group and _SCALES[word] < bound:
-            bound = _SCALES[word]
-            total, group = total + group * bound, 0
-        elif word != "and" or group % 100 or not group + total:
-            return None
-    return total + group
-
-
 # ------------------------------------------------------------------------------------------------- units
 
 # Per line: what is measured, then factors to the base unit, each followed by names. Names of three letters or more may
 # also have an s, and names with a star prefixes. Case matters only if both spellings are units (MHz, mHz).
 _TABLE = """
-unit: 1 unit un u
 length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/1250 yd yard 201168/125 mi mile
 length: 1/10000000000 angstrom 149597870700 au 9460730472580800 ly
-parsecs: 1 pc* parsec*
 time: 1 s* sec secs second* 60 min mins minute 3600 h hr hrs hour 86400 day days 604800 week
-months: 1 month
-years: 1 yr* year
 mass: 1 g* gm gram* 45359237/100000 lb lbs pound 45359237/1600000 oz ounce 1000000 tonne
 length^3: 1/1000 l* L* liter* litre* 473176473/125000000000 gal gallon
 length^3: 473176473/500000000000 qt quart 473176473/1000000000000 pt pint
@@ -157,26 +145,17 @@ mass,length^-1,time^-2: 1000 Pa* pascal* 100000000 bar* 101325000 atm atmosphere
 mass,length^2,time^-2: 1000 J* j joule* 3600000 Wh* 4184 cal* calorie* 1/10000 erg 1.602176634e-16 eV*
 mass,length^2,time^-3: 1000 W* w watt*
 time^-1: 1 Hz* hertz*
-amount: 1 mol* mole*
-resistance: 1 ohm*
-V: 1 V* volt*
-A: 1 A* amp* ampere*
-K: 1 K* kelvin
-C: 1 C* celsius coulomb*
-F: 1 F* fahrenheit farad*
-H: 1 H* henry*
 T: 1 T* tesla* 1/10000 gauss
-Wb: 1 Wb* weber*
 bytes: 1 byte* 1000 kB KB 1000000 MB 1000000000 GB 1000000000000 TB
 money: 1 usd buck dollar 1/100 cent 1/20 nickel 1/10 dime
-euros: 1 eur euro
 sterling: 1 gbp quid 1/100 pence
-yen: 1 jpy yen
-yuan: 1 cny rmb yuan
-percent: 1 % pct percent
 angle: 1 deg degree
-radians: 1 rad radian
 """
+# units that are not converted to others, but for their prefixes; the first name is the dimension's
+_ALONE = (
+    "percent % pct; radian rad; unit un u; month; year yr*; euro eur; yen jpy; yuan cny rmb; parsec* pc*; mole* mol*;"
+    " ohm*; volt* V*; ampere* amp* A*; kelvin K*; celsius coulomb* C*; fahrenheit farad* F*; henry* H*; weber* Wb*"
+)
 _PREFIXES = "k kilo 3 c centi -2 m milli -3 d deci -1 u micro -6 n nano -9 p pico -12 M mega 6 G giga 9 T tera 12"
 
 _DOUBTFUL = (
@@ -197,7 +176,8 @@ _MODIFIERS = (
 _MONTHS = "january february march april may june july august september october november december"
 MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_MODIFIERS.split())
-_NUMBERS = NUMBER_WORDS.union(["lakh", "crore", "score", "gross", "myriad"], _PREFIXES.split()[1::3])
+_RARE = ("lakh", "crore", "score", "gross", "myriad")
+_NUMBERS = frozenset({*SMALL, *MULTIPLIERS, *_DENOMINATORS, *_RARE, *_PREFIXES.split()[1::3]})
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
@@ -218,7 +198,6 @@ _POWERS = {  # square metres and metres squared are metres^2
     regex(r"\s*\bsquared\b"): "^2",
     regex(r"\s*\bcubed\b"): "^3",
 }
-_PER = regex(r"\s+(?:per|an?)\s+|\s*/\s*")
 _PART = (
     r"(\d+(?:\.\d+)?)\s*+(?:\\text\{)?\s*+([A-Za-z]++)\.?\s*+(?:and)?\s*+\}?\s*+"
     r"(?:\\text\{\s*and\s*\}|and(?![a-z]))?\s*+"
@@ -229,7 +208,8 @@ _COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 @functools.cache  # on first use: some hundred fractions would delay the import
 def _table() -> dict[str, tuple[dict[str, int], Fraction]]:
     known: dict[str, tuple[dict[str, int], Fraction]] = {}
-    for dimension, names in (row.split(":") for row in _TABLE.split("\n")[1:-1]):
+    alone = [f"{names.split()[0].rstrip('*')}: 1 {names}" for names in _ALONE.split(";")]
+    for dimension, names in (row.split(":") for row in (*_TABLE.split("\n")[1:-1], *alone)):
         powers = {name: int(power or 1) for name, _, power in (part.partition("^") for part in dimension.split(","))}
         for name in names.split():
             if name[0].isdigit():
@@ -271,8 +251,6 @@ def read_unit(words: str) -> Unit | None:
     found = re.findall("[a-z]+", words)
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(changes, found)):
         return None
-    if found[0] == "per":
-        return Unit(words)
     for end in range(len(found) - 1, 0, -1):  # `miles away`, `square feet of carpet`; but kg m is a unit of its own
         beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
         is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
@@ -291,23 +269,23 @@ def changes(word: str) -> bool:
 
 
 def compatible(gold: Unit, other: Unit) -> bool:
-    """Whether both may measure the same thing. `units` may be lengths, or anything without a known unit."""
+    """Whether both may measure the same thing: known units of one dimension, or unknown ones that share a word (`red
+    marbles` and `marbles`), where numbers, ways and the like are alike. `units` may be lengths, or anything without a
+    known unit; `per person` alone may be of any unit."""
     one, two = gold.dimension, other.dimension
     for generic, known in ((one, two), (two, one)):
         if generic.startswith("unit"):
             return known in ("", generic, generic.replace("unit", "length"))
-    if gold.words.startswith("per ") or other.words.startswith("per "):  # `per person` alone may be of any unit
+    if gold.words.startswith("per ") or other.words.startswith("per "):
         per = [words.rpartition("per ")[2] for words in (gold.words, other.words) if "per " in words]
         return per[0] == per[-1]
-    is_same = gold.words.removesuffix("s") == other.words.removesuffix("s")
-    return one == two and (bool(one) or is_same or not _things(gold).isdisjoint(_things(other)))
-
-
-def _things(unit: Unit) -> set[str]:
-    """The words of what is counted: `red marbles` and `marbles` share one; numbers, ways and the like are all ""."""
-    if re.search(r" per |\^|square|cubic", unit.words):
-        return {unit.words}
-    return {"" if word in _COUNTS else word.removesuffix("s") for word in re.findall("[a-z]{4,}", unit.words)}
+    if one or two:
+        return one == two
+    things = []
+    for words in (gold.words, other.words):
+        parts = [] if re.search(r" per |\^|square|cubic", words) else re.findall("[a-z]{4,}", words)
+        things.append({"" if parts and word in _COUNTS else word.removesuffix("s") for word in (words, *parts)})
+    return not things[0].isdisjoint(things[1])
 
 
 def _known(words: str) -> tuple[str, Fraction]:
@@ -319,7 +297,7 @@ def _known(words: str) -> tuple[str, Fraction]:
         words = pattern.sub(spelling, words)
     powers: dict[str, int] = {}
     factor = Fraction(1)
-    for index, group in enumerate(_PER.split(words)):
+    for index, group in enumerate(re.split(r"\s+(?:per|an?)\s+|\s*/\s*", words)):
         position = 0
         while position < len(group) or not group:
             found = _FACTOR.match(group, position)
