@@ -30,7 +30,7 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.rewards import functions
-from dppo_megatron.rollout.client.process import BufferedGroup, CompletionBuffer
+from dppo_megatron.rollout.client.buffer import BufferedGroup, CompletionBuffer
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.wire import Event, Submit
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection

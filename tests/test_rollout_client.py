@@ -36,8 +36,9 @@ from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.measures import GradeTable, set_metrics
 from dppo_megatron.rollout import launched_servers, server_engine
 from dppo_megatron.rollout.client import messages
+from dppo_megatron.rollout.client.buffer import BufferedGroup, hand_over
 from dppo_megatron.rollout.client.messages import take_over
-from dppo_megatron.rollout.client.process import BufferedGroup, Setup, hand_over
+from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling
 from dppo_megatron.rollout.server_engine import RankZero, ServerEngine

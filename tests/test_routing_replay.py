@@ -31,8 +31,8 @@ from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.job import check_settings
 from dppo_megatron.platform.capabilities import this_machine
+from dppo_megatron.rollout.client.buffer import BufferedGroup, hand_over
 from dppo_megatron.rollout.client.messages import take_over
-from dppo_megatron.rollout.client.process import BufferedGroup, hand_over
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import HFEngine
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, SGLangRouterDialect, VLLMDialect

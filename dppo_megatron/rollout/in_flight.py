@@ -24,8 +24,8 @@ Found: TypeAlias = tuple[tuple[int, int], Sampled]
 
 
 MOST_BYTES = 1 << 30
-"""Of a rollout, in a file that every rank reads: 128 x 16 answers of 8k tokens take 134 MB, with the experts of 48 layers
-6.4 GB."""
+"""Of a rollout, in a file that every rank reads: 128 x 16 answers of 8k tokens take 134 MB, with 48 layers' experts 6.4
+GB."""
 
 
 def digest(groups: Sequence[GenerateRequest], async_steps: int) -> str:
