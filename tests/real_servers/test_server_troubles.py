@@ -172,8 +172,8 @@ def test_without_any_server_the_run_stops_with_a_checkpoint(served: Served, tmp_
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == ["step_000001"]
     send(server, signal.SIGCONT)
     said = run_ranks(_train_with_a_server_that_stops, 1, config, server, "_select", 2)[0]
-    # it had the weights of step 2; whoever comes back needs them again
-    expected = "no rollout server has taken weight sync 2 in rollout.limits.engine_wait_s = 2 s"
+    # it had the weights of step 2, the third of the run; whoever comes back needs them again
+    expected = "no rollout server has taken weight sync 3 in rollout.limits.engine_wait_s = 2 s"
     assert expected in said and server.url in said
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_000001", "step_000002"]
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2]
