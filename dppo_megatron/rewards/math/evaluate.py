@@ -23,6 +23,7 @@ WORK = 20_000  # operations of one grading: about 30 ms
 _MOST_SUMS = 8  # nested in each other: deep calls cost more, and 30 nested sums took 0.12 s, where WORK is 0.03 s
 _TRANSCENDENTAL = frozenset(["sin", "cos", "tan", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan"])
 _GROWING = frozenset(["exp", "sinh", "cosh", "tanh"])
+_HALF = Fraction(1, 2)
 _OF_WHOLES = frozenset(["factorial", "factorial2", "binom", "gcd", "lcm", "mod"])
 
 
@@ -114,8 +115,11 @@ class Evaluation:
         if kind == "^":
             return self._power(node[1], node[2])
         if kind == "c" and node[1] != "inf":
+            self.work.spend()
             return self._arithmetic.j if node[1] == "i" else +getattr(self._arithmetic, node[1])
         if kind == "f":
+            if node[1] == "floor" and node[2][0] == "^" and node[2][2] == ("n", _HALF):
+                return self._floor_of_root(self.of(node[2][1]))
             return self._function(node[1], [self.of(part) for part in node[2:]])
         if kind == "big":
             return self._big(node)
@@ -127,7 +131,8 @@ class Evaluation:
             bits = max(value.numerator.bit_length(), value.denominator.bit_length())
             self.bits = max(self.bits, bits)
             self.work.spend(bits // 256)
-            return self._arithmetic.mpf(value.numerator) / value.denominator
+            number = self._arithmetic.mpf(value.numerator)
+            return number if value.denominator == 1 else number / value.denominator
         return value
 
     def _operation(self, kind: str, left: Any, right: Any) -> Any:
@@ -164,6 +169,7 @@ class Evaluation:
 
     def _raised(self, base: Any, power: Any) -> Any:
         """base^power; odd roots of real numbers are real."""
+        self.work.spend()
         if not base:
             if power.real > 0:
                 return Fraction(0)
@@ -172,22 +178,37 @@ class Evaluation:
             if power.denominator % 2 and not base.imag and base.real < 0:
                 root = self._raised(-base.real, power)
                 return -root if power.numerator % 2 else root
-            if isinstance(base, Fraction) and (root := _exact_root(base, power.denominator)) is not None:
+            if isinstance(base, Fraction) and (root := self._exact_root(base, power.denominator)) is not None:
                 bits = max(root.numerator.bit_length(), root.denominator.bit_length())
-                if (bits - 1) * abs(power.numerator) > _MAX_BITS:  # bits - 1, so that 1 may have any power
+                bits = (bits - 1) * abs(power.numerator)  # bits - 1, so that 1 may have any power
+                if bits > _MAX_BITS:
                     raise TooBig
+                self.work.spend(bits // 512)
                 return self._fits(root**power.numerator)
             if power.denominator == 1:
                 if abs(power) > _MAX_BITS:
                     raise TooBig
+                self.work.spend(3 * self._cost)
                 result = base ** int(power)
                 self.bits = max(self.bits, 0 if self._is_zero(base) else abs(self._arithmetic.mag(result)))
                 return result
         base = self.lift(base)
-        if power == Fraction(1, 2):
+        if power == _HALF:
             self.has_branch |= bool(base.imag or base.real <= 0)
             return self._called("sqrt", base)
         return self._called("exp", self.lift(power) * self._ln(base))
+
+    def _exact_root(self, value: Fraction, degree: int) -> Fraction | None:
+        """The root; None if it is not rational, or `value` is too long to tell."""
+        if degree == 1:
+            return value
+        longest = max(value.numerator, value.denominator).bit_length()
+        if value < 0 or (degree > 2 and longest > 150):
+            return None
+        self.work.spend(2 + longest // 256)
+        parts = value.as_integer_ratio()
+        roots = [math.isqrt(part) if degree == 2 else round(part ** (1 / degree)) for part in parts]
+        return Fraction(*roots) if tuple(root**degree for root in roots) == parts else None
 
     def _ln(self, value: Any) -> Any:
         if not value:
@@ -197,7 +218,7 @@ class Evaluation:
 
     def _called(self, name: str, value: Any) -> Any:
         """A function of mpmath; real if the imaginary part is 0."""
-        self.work.spend(self._cost)
+        self.work.spend(self._cost + 4 * (name != "sqrt"))
         if name in _GROWING:  # a sum with e^{-4900} differs from one without it only in far digits
             if abs(value) > 1e5:
                 raise TooBig
@@ -239,10 +260,17 @@ class Evaluation:
             raise Discrete(name)
         return self._of_wholes(name, *map(int, values))
 
+    def _floor_of_root(self, value: Any) -> Fraction:
+        if not isinstance(value, Fraction) or value < 0:
+            return self._floor(self._raised(value, _HALF))
+        self.work.spend(2 + value.numerator.bit_length() // 256)
+        return Fraction(math.isqrt(math.floor(value)))
+
     def _floor(self, value: Any) -> Fraction:
         if isinstance(value, Fraction):
             return Fraction(math.floor(value))
-        if abs(value.imag) > self.tiny or abs(value) > 1e15:
+        self.work.spend(3)
+        if (value.imag and abs(value.imag) > self.tiny) or self._arithmetic.mag(value) > 50:
             raise Undefined("rounding of a complex or huge number")
         return Fraction(int(self._arithmetic.floor(value.real + self.tiny)))
 
@@ -285,14 +313,3 @@ class Evaluation:
 @functools.cache  # else a sum of factorials would compute each of them from scratch
 def _factorials() -> list[int]:
     return list(itertools.accumulate(range(1, _MAX_FACTORIAL + 1), operator.mul, initial=1))
-
-
-def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """The root; None if it is not rational, or `value` is too long to tell."""
-    if degree == 1:
-        return value
-    if value < 0 or (degree > 2 and max(value.numerator, value.denominator) >> 150):
-        return None
-    parts = value.as_integer_ratio()
-    roots = [math.isqrt(part) if degree == 2 else round(part ** (1 / degree)) for part in parts]
-    return Fraction(*roots) if tuple(root**degree for root in roots) == parts else None
