@@ -314,6 +314,21 @@ CHANGE: dict[str, Rewriting] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "problem"),
+    [
+        ("(t,2t)", "(t,2s)", ""),
+        ("(t,3t)", "(t,2t)", ""),
+        ("f(x)=k", "f(x)=kx", ""),
+        ("f(x)=cx", "f(x)=kx", "Find $f$ with $f(1) = ck$."),
+        ("(t,2t)", "(s,2s)", "Let $s$ be the side."),
+    ],
+)
+def test_a_parameter_changed(gold: str, answer: str, problem: str) -> None:
+    """A letter that the problem gives is no parameter, and one parameter does not become two."""
+    assert grade_math(f"\\boxed{{{answer}}}", gold, {"problem": problem}).reward == 0.0
+
+
 def references() -> list[dict[str, Any]]:
     """The rows, each reference once."""
     rows = {}

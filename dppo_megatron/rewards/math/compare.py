@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from dppo_megatron.rewards.math import answers, regex
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import Rules, equal_nodes, equal_values, same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
 from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
@@ -28,6 +28,10 @@ _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_PARAMETERS = frozenset("ckmnstuvwxyz")
+_IN_MATHS = regex(
+    r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
+)
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -53,6 +57,9 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
         if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
+            return True
+        is_map = gold.name == other.name and "(" in gold.name
+        if is_map and _up_to_a_parameter([gold.value], [other.value], {*gold.name, *"xyz"}, rules):
             return True
     elif not (isinstance(gold, answers.Relation) or isinstance(other, answers.Relation)):
         one, two = (side.value if isinstance(side, Named) else side for side in (gold, other))
@@ -102,7 +109,7 @@ def _with_variables(other: Named, gold: Named) -> Named:
     old, new = theirs["letters"].split(","), ours["letters"].split(",")
     if len(old) != len(new) or symbols(other.value.node) & set(new) - set(old):
         return other
-    node = answers.substituted(other.value.node, {letter: ("s", by) for letter, by in zip(old, new, strict=True)})
+    node = substituted(other.value.node, {letter: ("s", by) for letter, by in zip(old, new, strict=True)})
     return Named(gold.name, replace(other.value, node=node))
 
 
@@ -178,7 +185,9 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
-        return len(items) == len(others) and _in_order(items, others, rules)
+        if len(items) != len(others) or _in_order(items, others, rules):
+            return len(items) == len(others)
+        return kinds == {"tuple"} and _up_to_a_parameter(items, others, set(), rules)
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)
@@ -214,6 +223,23 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     if is_joint and len(one) == len(two) == len(items) and any(map(symbols, one)):
         return equal_nodes([*zip(one, two, strict=True)], rules)
     return all(equal(a, b, rules.item(index)) for index, (a, b) in enumerate(pairs))
+
+
+def _up_to_a_parameter(items: Sequence[Answer], others: Sequence[Answer], given: set[str], rules: Rules) -> bool:
+    """Whether the items are equal once a parameter is renamed: the only letter that the other side lacks, if neither is
+    in `given` or in the problem. In a tuple it is one number in several items: (t, 2t), not (t, 2)."""
+    one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in (items, others))
+    ours, theirs = (frozenset[str]().union(*map(symbols, side)) for side in (one, two))
+    both = ours ^ theirs
+    if len(one) != len(items) or len(two) != len(others) or len(both) != 2 or len(ours - theirs) != 1:
+        return False
+    (mine,), (name,) = ours - theirs, theirs - ours
+    named = "".join(re.sub(r"\\[A-Za-z]+", " ", part) for part in _IN_MATHS.findall(rules.problem))
+    if not both <= _PARAMETERS - given or both <= set("xyz") or both & (rules.wholes | set(named)):
+        return False
+    if len(one) > 1 and sum(mine in symbols(node) for node in one) < 2:
+        return False
+    return equal_nodes([(a, substituted(b, {name: ("s", mine)})) for a, b in zip(one, two, strict=True)], rules)
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:

@@ -215,6 +215,8 @@ class Rules:
     """The same for an answer that is a decimal of twelve digits or more, at most in the fifteenth digit."""
     wholes: frozenset[str] = frozenset()
     """Letters of the reference that stand for any whole number."""
+    problem: str = ""
+    """Its letters have a meaning: none of them is a parameter."""
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)
     """Operations that are left for all comparisons of the grading."""
 
@@ -224,7 +226,7 @@ class Rules:
 
     def exact(self) -> Rules:
         """The rules for parts that have to be exactly equal: ends of intervals, cells of matrices."""
-        return Rules(wholes=self.wholes, work=self.work)
+        return Rules(wholes=self.wholes, problem=self.problem, work=self.work)
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:

@@ -13,6 +13,7 @@ import functools
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
-        rules = _rules(row, reference, other)
+        rules = replace(_rules(row, reference, other), problem=problem)
         is_right = equal(gold, theirs, rules)
         if isinstance(gold, Words) and isinstance(theirs, Words):
             is_right = is_right or _states(gold.text, theirs.text, problem)
