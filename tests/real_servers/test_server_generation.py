@@ -313,7 +313,8 @@ def test_what_is_late_is_ended_where_it_is(served: Served, tmp_path: Path) -> No
         long = [replace(one, sampling=Sampling(LONGEST, 0.15, 0)) for one in long]
         completions = engine.generate([*short, *long], Sampling(1, 1.0, 0))
         first, last = completions[: len(short)], completions[len(short) :]
-        if any(len(one.token_ids) for one in last if one.finish_reason == "abort"):
+        has_begun = any(len(one.token_ids) for one in last if one.finish_reason == "abort")
+        if has_begun and all(len(one.token_ids) for one in first):
             break
     cut = [one for one in last if one.finish_reason == "abort"]
     assert cut and len(last) == len(long) and [len(one.token_ids) for one in first] == [1] * len(short)

@@ -38,6 +38,8 @@ class Typist:
     sampled: Counter[tuple[str, int]] = field(default_factory=Counter)
     """(completion, token) -> how often it was sampled."""
     seeds: dict[int, str] = field(default_factory=dict)
+    most: int = 1 << 30
+    """Tokens of a completion, beyond which it samples no more until this is raised."""
     deaf: bool = False
     """Ends nothing that it is told to end."""
     typing: int = 0
@@ -80,6 +82,8 @@ class Typist:
                 if any(one["id"] in ended for ended in self.stubs.aborted.get(self.name, ())) and not self.deaf:
                     one["tokens"] = one["tokens"][: one["done"] + len(one["versions"])]
                     one["reason"] = "abort"
+                    continue
+                if one["done"] + len(one["versions"]) >= self.most:
                     continue
                 self.sampled[one["name"], one["done"] + len(one["versions"])] += 1
                 one["versions"].append(self.stubs.versions.get(self.name, "1"))
