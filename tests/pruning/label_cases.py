@@ -456,3 +456,13 @@ def _counted(decision: TrainSelection) -> dict[tuple[int, int], float]:
 def is_resampled(case: Case) -> bool:
     """Rewards decide which groups go on; such a method is never compared with the full batch."""
     return case.config.pruning.prompt.method in ("greso", "dynamic_sampling")
+
+
+def small_config(prompt: str = "none", completion: str = "none") -> Config:
+    """Of four prompts with three completions of at most twelve tokens, with these pruning methods."""
+    config = Config(steps=400)
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
+    config.rollout.sampling.max_completion_tokens = 12
+    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
+    config.pruning.prompt.warmup_epochs = 0.0
+    return config

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from label_cases import Case
+from label_cases import Case, small_config
 from label_configs import make_outcomes
 from support import policies
 from support.job import job_config, read_metrics, settings, write_warm_job_files
@@ -30,15 +30,6 @@ from dppo_megatron.workbench.cli import main
 
 OWN = "support.policies:"
 TRIED = "tried with one prompt and no features before the data are read: look at them in choose"
-
-
-def _config(prompt: str = "none", completion: str = "none") -> Config:
-    config = Config(steps=400)
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
-    config.rollout.sampling.max_completion_tokens = 12
-    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
-    config.pruning.prompt.warmup_epochs = 0.0
-    return config
 
 
 def _case(config: Config, seed: int) -> Case:
@@ -73,7 +64,7 @@ def test_the_ledger_of_a_plugged_policy_is_true(prompt: str, completion: str, la
     """`check` enumerates every draw: an unbiased label is the full batch's expectation, and no draw changes a label."""
     found = set()
     for seed in range(3):
-        config = _config(prompt, completion)
+        config = small_config(prompt, completion)
         config.pruning.prompt.design = config.pruning.completion.design = design
         found.add(check(_case(config, seed)))
     assert found - {"exact"} == {label}  # every prompt of a step may have had variance: nothing is left to chance
@@ -84,7 +75,7 @@ def test_the_ledger_of_a_plugged_policy_is_true(prompt: str, completion: str, la
 )
 def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], label: str) -> None:
     """As for the built-in methods: the trainer makes the weights."""
-    config = _config("none", OWN + "Longer")
+    config = small_config("none", OWN + "Longer")
     for name, value in changes.items():
         setattr(config.pruning.completion, name, value)
     assert check(_case(config, 1)) == label
@@ -93,7 +84,7 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
 @pytest.mark.parametrize(("policy", "floor"), [("Longer", 0.05), ("Longer", 0.5), ("Whole", 0.05), ("Whole", 0.5)])
 def test_a_cap_is_judged_by_the_floor_of_any_kind_of_answer(policy: str, floor: float) -> None:
     """No probability below the floor comes through, made here or by the policy, so a cap of 1 / floor cannot bind."""
-    config = _config("none", OWN + policy)
+    config = small_config("none", OWN + policy)
     own = config.pruning.completion
     for own.min_inclusion_prob, own.max_weight, label in (
         (floor, 1 / floor, "unbiased"),
@@ -108,7 +99,7 @@ def test_a_cap_is_judged_by_the_floor_of_any_kind_of_answer(policy: str, floor: 
 )
 def test_a_ratio_over_a_design_of_ones_own_has_no_size(level: str, estimator: str) -> None:
     """Its mean weight rests on what is kept together, which probabilities of single rows do not say."""
-    config = _config(
+    config = small_config(
         **{"prompt": "none", "completion": "none"} | {level: OWN + ("Coins" if level == "prompt" else "Whole")}
     )
     getattr(config.pruning, level).estimator = estimator
@@ -124,7 +115,7 @@ def test_a_ratio_over_a_design_of_ones_own_has_no_size(level: str, estimator: st
 def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
     """Its coins are its own, so they cannot be enumerated: over 4,000 steps the mean weight of each prompt is 1, within
     5 standard errors of sqrt((1 / 0.7 - 1) / 4000) = 0.0104."""
-    selector = Selector(selection_settings(_config(OWN + "Coins")), 4)
+    selector = Selector(selection_settings(small_config(OWN + "Coins")), 4)
     total = np.zeros(4)
     policy = selector._prompt_policy
     for step in range(4000):
@@ -136,7 +127,7 @@ def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
 
 def test_completions_are_always_chosen_in_one_kind() -> None:
     """Else a draw of other prompts would have another label: here a pick where the batch is small."""
-    config = _config("none", OWN + "Moody")
+    config = small_config("none", OWN + "Moody")
     config.objective.overlong.filter = True
     selector, rng = Selector(selection_settings(config), 4), np.random.default_rng(0)
     rollouts = replace(make_outcomes(rng, 4, 3, binary=True), truncated=np.zeros((4, 3), dtype=np.bool_))
@@ -151,7 +142,7 @@ def test_completions_are_always_chosen_in_one_kind() -> None:
 
 def test_a_pick_of_nothing_is_a_pick() -> None:
     """All of a step's completions were cut off: the run goes on, and the label stays."""
-    config = _config("none", OWN + "OneByOne")
+    config = small_config("none", OWN + "OneByOne")
     config.objective.overlong.filter = True
     selector, rng = Selector(selection_settings(config), 4), np.random.default_rng(0)
     labels = []
@@ -167,7 +158,7 @@ def test_a_pick_of_nothing_is_a_pick() -> None:
 def test_a_completion_with_an_advantage_keeps_a_floor() -> None:
     """Whatever `choose` says, nothing with gradient has less than min_inclusion_prob, and nothing without any has a
     chance."""
-    config = _config("none", OWN + "Longer")
+    config = small_config("none", OWN + "Longer")
     config.pruning.completion.min_inclusion_prob = 0.5
     case = _case(config, 2)
     decision = case.run()
@@ -191,7 +182,7 @@ def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -
     """Else no checkpoint of the run could be written, or none be read: a defaultdict, a named tuple, numpy's scalars as
     keys and values, and keys that were not there at the start. A new selector goes on as the old one, also where the
     policy took an array of the history when it was made."""
-    settings = selection_settings(_config(OWN + name))
+    settings = selection_settings(small_config(OWN + name))
     whole, resumed = Selector(settings, 8), Selector(settings, 8)
     _play(whole, range(1, 4))
     write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})
@@ -241,7 +232,7 @@ def test_a_reward_out_of_range_in_a_step_ends_the_run_with_a_checkpoint(
 
 def test_a_state_that_failed_at_one_save_is_current_at_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save that fails is a warning, and the run goes on: what it learns from then on must not be lost."""
-    selector = Selector(selection_settings(_config(OWN + "Failing")), 8)
+    selector = Selector(selection_settings(small_config(OWN + "Failing")), 8)
     _play(selector, range(1, 2))
     with monkeypatch.context() as failing:
         failing.setattr(policies.Failing, "own_state", lambda self: [][0])
@@ -258,13 +249,13 @@ def test_what_cannot_be_saved_is_refused_in_the_step_that_keeps_it() -> None:
     """Its feedback, which all ranks have an error of: a save would go on without a checkpoint, as on a full disk."""
     message = r"pruning\.prompt\.method = '.*Queued': own_state\(\)\[0\] holds a deque: a checkpoint keeps numbers"
     with pytest.raises(UserError, match=message):
-        _play(Selector(selection_settings(_config(OWN + "Queued")), 8), range(1, 2))
+        _play(Selector(selection_settings(small_config(OWN + "Queued")), 8), range(1, 2))
 
 
 def test_a_state_that_a_policy_does_not_take_names_it() -> None:
     """A KeyError in the user's `load_own_state`, of a checkpoint of another version of the class: as a state of another
     version, about which the trainer says what to do."""
-    selector = Selector(selection_settings(_config(OWN + "Curious")), 8)
+    selector = Selector(selection_settings(small_config(OWN + "Curious")), 8)
     state = selector.state_dict()
     state["prompt"]["own"] = {}
     with pytest.raises(ValueError, match=r"Curious\.load_own_state, given what own_state kept: KeyError: 'tries'"):
@@ -292,7 +283,7 @@ def test_a_state_that_a_policy_does_not_take_names_it() -> None:
 def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies.Answers, "answer", staticmethod(answer))
     with pytest.raises(UserError, match=message):
-        Selector(selection_settings(_config(OWN + "Answers")), 4).begin(1)
+        Selector(selection_settings(small_config(OWN + "Answers")), 4).begin(1)
 
 
 def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +291,7 @@ def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> N
     floor = np.full(1, 0.7, dtype=np.float32)
     for one in (np.full(3, 0.56 + 0.34 + 0.1), np.nextafter(np.ones(3, np.float32), np.float32(2))):
         pi = np.concatenate([one, floor.astype(one.dtype)])
-        config = _config(OWN + "Answers")
+        config = small_config(OWN + "Answers")
         config.pruning.prompt.min_inclusion_prob = 0.7
         for answer in (pi, Draw(np.ones(4, dtype=np.bool_), pi, fixed_size=False)):
             monkeypatch.setattr(policies.Answers, "answer", staticmethod(lambda n, answer=answer: answer))
@@ -360,11 +351,15 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     can be made by a `Selector`; and what chooses by them is tried with them."""
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
-    selector = Selector(selection_settings(_config(OWN + "Hard")), 8, features=features)
-    try_prompt_policy(_config(OWN + "Visited").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
+    selector = Selector(selection_settings(small_config(OWN + "Hard")), 8, features=features)
+    try_prompt_policy(small_config(OWN + "Visited").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
-    assert Selector(selection_settings(_config(OWN + "Many")), 8)._prompt_policy.select(np.arange(8), step=1).kept.any()
+    assert (
+        Selector(selection_settings(small_config(OWN + "Many")), 8)
+        ._prompt_policy.select(np.arange(8), step=1)
+        .kept.any()
+    )
 
 
 def test_compare_and_simulate_know_it() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from label_cases import small_config
 from support import policies
 from support.job import job_config, write_warm_job_files
 
-from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.pruning import CustomPromptPolicy, Draw
 from dppo_megatron.pruning.trial import try_policies, try_prompt_policy
@@ -22,24 +22,15 @@ from dppo_megatron.types import PromptFeatures, UserError
 OWN = "support.policies:"
 
 
-def _config(prompt: str = "none", completion: str = "none") -> Config:
-    config = Config(steps=400)
-    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 4, 3
-    config.rollout.sampling.max_completion_tokens = 12
-    config.pruning.prompt.method, config.pruning.completion.method = prompt, completion
-    config.pruning.prompt.warmup_epochs = 0.0
-    return config
-
-
 def _try(name: str, size: int = 3, *, offered: int = 4, prompts: int = 16, updates: int = 2, steps: int = 400) -> None:
     own = getattr(policies, name)
     if issubclass(own, CustomPromptPolicy):
         none = np.zeros(prompts, np.int64)
         features = PromptFeatures(none, np.zeros(prompts), none, ("",))
-        config = _config(OWN + name).pruning.prompt
+        config = small_config(OWN + name).pruning.prompt
         try_prompt_policy(config, features, offered, size, 12, updates=updates, steps=steps)
     else:
-        try_policies(_config("none", OWN + name).pruning, 4, size, 12, 0.0, updates, steps)
+        try_policies(small_config("none", OWN + name).pruning, 4, size, 12, 0.0, updates, steps)
 
 
 @pytest.mark.parametrize(
@@ -202,5 +193,5 @@ def test_a_trial_draws_nothing_from_what_the_run_draws_from() -> None:
     random.seed(1)
     np.random.seed(1)
     expected = random.Random(1).random(), np.random.RandomState(1).rand()
-    try_prompt_policy(_config(OWN + "Tossing").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
+    try_prompt_policy(small_config(OWN + "Tossing").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
     assert (random.random(), np.random.rand()) == expected
