@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from label_cases import small_config
 from label_configs import make_outcomes
 from support.cases import Choose
-from test_pruning_custom import _case, _config
+from test_pruning_custom import _case
 from test_pruning_labels import check
 from torch import Tensor
 
@@ -152,7 +153,7 @@ def _hostile(level: str, chosen: list[tuple[str, str]]) -> Config:
     base = LEVELS[level][0]
     globals()["Generated"] = type("Generated", (base,), {name: _behaviours(base, name)[how] for name, how in chosen})
     own = f"{__name__}:Generated"
-    return _config(own if level == "prompt" else "none", own if level == "completion" else "none")
+    return small_config(own if level == "prompt" else "none", own if level == "completion" else "none")
 
 
 def _verdict(level: str, chosen: list[tuple[str, str]], seed: int) -> str:
@@ -213,12 +214,12 @@ def test_an_object_of_the_user_with_a_taken_name_is_refused() -> None:
 
     globals()["Generated"] = Sets
     with pytest.raises(UserError, match="its objects have keep_groups, which is the trainer's own"):
-        Selector(selection_settings(_config(f"{__name__}:Generated")), 8)
+        Selector(selection_settings(small_config(f"{__name__}:Generated")), 8)
 
 
 def test_groups_that_are_left_out_are_in_the_ledger() -> None:
     """Whichever policy leaves them out, also one that does not say that it resamples."""
-    selector = Selector(selection_settings(_config()), 8)
+    selector = Selector(selection_settings(small_config()), 8)
     selector._prompt_policy.keep_groups = lambda rewards, step: _half(len(rewards))  # type: ignore[method-assign]
     rows = selector.begin(1).prompt_index
     decision = selector.finish(make_outcomes(np.random.default_rng(0), len(rows), 3, binary=True), 1)
@@ -235,7 +236,7 @@ def test_the_kind_of_answers_is_resumed() -> None:
             return batch.lengths > 4 if self.pick else np.full(len(batch), 0.5)
 
     globals()["Generated"] = Kind
-    case = _case(_config("none", f"{__name__}:Generated"), 3)
+    case = _case(small_config("none", f"{__name__}:Generated"), 3)
     resumed = Selector(selection_settings(case.config), 8)
     Kind.pick = True
     with pytest.raises(UserError, match="returned a pick and, earlier in this run, probabilities"):
@@ -360,7 +361,7 @@ def _labels(selector: Selector, steps: range, level: str = "completion") -> list
 )
 def test_a_refuted_design_is_biased_from_then_on(level: str, name: str) -> None:
     """Through the selector; a resume at any step continues the test where it was."""
-    config = _config(**{"prompt": "none", "completion": "none"} | {level: f"{__name__}:{name}"})
+    config = small_config(**{"prompt": "none", "completion": "none"} | {level: f"{__name__}:{name}"})
     config.pruning.prompt.anneal_fraction = 1.0
     whole = _labels(Selector(selection_settings(config), 8), range(1, 91), level)
     labels = [label for label, _ in whole]
@@ -377,7 +378,7 @@ def test_a_refuted_design_is_biased_from_then_on(level: str, name: str) -> None:
 
 def test_built_in_methods_are_tested_too() -> None:
     """Their draws are recorded, and believed."""
-    selector = Selector(selection_settings(_config("dppo", "dppo")), 8)
+    selector = Selector(selection_settings(small_config("dppo", "dppo")), 8)
     assert {label for label, _ in _labels(selector, range(1, 301))} == {"unbiased"}
     assert all("its prompt's earlier draws" in test.gains and test.earlier.any() for test in selector._declared[:2])
     assert selector._declared[1].draws > 30 and not any(test.refuted for test in selector._declared)
