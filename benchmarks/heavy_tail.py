@@ -22,9 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dppo_megatron.config import load_config
-from dppo_megatron.pruning.policies import method_overrides
 from dppo_megatron.randomness import generator
-from dppo_megatron.workbench.compare.arms import Arm, MethodRun
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, method_settings
 from dppo_megatron.workbench.compare.runs import in_a_process, run_all
 from dppo_megatron.workbench.compare.table import table
 from dppo_megatron.workbench.compare.verdict import judge
@@ -41,6 +40,7 @@ _EARLY = f"{_POSTERIOR}:pruning.early_stop.after_tokens=38"
 ARMS = {
     "grpo": "grpo:32:4:160:5e-4:0:none",
     "grpo,64": "grpo:64:4:80:7e-4:0:none",
+    "grpo_nonzero,64": "grpo_nonzero:64:4:80:7e-4:0:none",
     "grpo,K=2": "grpo:32:4:160:5e-4:2:sequence",
     "dppo": "dppo:32:8:120:7e-4:0:none",
     "dppo,K=2": "dppo:32:8:120:7e-4:2:sequence",
@@ -90,7 +90,7 @@ def make_arm(name: str) -> Arm:
         f"eval.every_steps={max(1, int(steps) // 10)}",
         f"objective.correction.level={correction}",
         *(() if correction == "none" else ("objective.correction.max_ratio=1e9",)),
-        *method_overrides(method),
+        *method_settings(method),
         *other,
     )
     return Arm(name.replace(":", "_"), method, int(steps), settings)

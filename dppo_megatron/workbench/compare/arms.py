@@ -85,9 +85,13 @@ def _arm(name: str, config: Config, steps_factor: float) -> Arm:
     scale = nominal / prompts
     steps = max(1, round(config.steps * factor * scale))
     every = max(1, round((config.eval.every_steps or max(1, config.steps // 16)) * scale))
-    pruning = _WITHOUT_ZEROS if method == WITHOUT_ZEROS else tuple(method_overrides(method))
-    settings = (f"steps={steps}", f"eval.every_steps={every}", f"rollout.prompts_per_step={prompts}", *pruning)
-    return Arm(name, method, steps, settings)
+    sizes = (f"steps={steps}", f"eval.every_steps={every}", f"rollout.prompts_per_step={prompts}")
+    return Arm(name, method, steps, (*sizes, *method_settings(method)))
+
+
+def method_settings(method: str) -> tuple[str, ...]:
+    """The settings of a method of `levels`, or of `grpo_nonzero`."""
+    return _WITHOUT_ZEROS if method == WITHOUT_ZEROS else tuple(method_overrides(method))
 
 
 def with_zeros(arm: Arm) -> Arm:
