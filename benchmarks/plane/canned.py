@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.rollout.servers.in_engine.dppo_arrays import packed
+from dppo_megatron.types import ExpertChoices
 
 COUNT = 16
 """Completions of a group."""
+PROMPT = 100
+"""Tokens of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Canned:
     engine: str
     tokens: int
     delay_s: float = 0.0
+    experts: ExpertChoices | None = None
+    """Returned with the arrays of `vllm_arrays`, for each token of prompt and completion but the last."""
 
     def body(self, request_id: str) -> bytes:
         """The answer in the engine's own form, with the fields that nobody reads."""
@@ -37,7 +42,8 @@ class Canned:
         span = [{"version": "1", "start": 0, "end": self.tokens}]
         if self.engine.endswith("_arrays"):
             head = {"finish_reason": "length", "weight_versions": span}
-            return packed([(head | {"id": f"{request_id}/{index}"}, tokens, values) for index in range(COUNT)])
+            answers = [(head | {"id": f"{request_id}/{index}"}, tokens, values) for index in range(COUNT)]
+            return packed(answers, [self._chosen(rng) for _ in answers] if self.experts else ())
         if self.engine == "vllm":
             entry = [
                 {"token_id": t, "logprob": p, "rank": 1, "top_logprobs": [{"token_id": t, "logprob": p, "rank": 1}]}
@@ -49,11 +55,18 @@ class Canned:
             return json.dumps({"request_id": f"generate-tokens-{request_id}", "choices": choices}).encode()
         triples = [[p, t, None] for t, p in zip(tokens, values, strict=True)]
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": triples, "weight_versions": span}
-        answers = [
+        texts = [
             {"text": "", "output_ids": tokens, "meta_info": {"id": f"{request_id}/{index}"} | meta}
             for index in range(COUNT)
         ]
-        return json.dumps(answers).encode()
+        return json.dumps(texts).encode()
+
+    def _chosen(self, rng: np.random.Generator) -> np.ndarray:
+        """[tokens, layers, k]: of each token k neighbours from a random first one."""
+        assert self.experts is not None
+        first = rng.integers(self.experts.count, size=(PROMPT + self.tokens - 1, self.experts.layers, 1))
+        chosen = (first + np.arange(self.experts.per_token)) % self.experts.count
+        return chosen.astype(self.experts.dtype)
 
 
 _ID = "r-000000.00000000"

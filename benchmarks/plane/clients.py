@@ -19,7 +19,7 @@ from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
-from plane.canned import COUNT, Canned, CannedServers, request_id
+from plane.canned import COUNT, PROMPT, Canned, CannedServers, request_id
 
 VOCABULARY = 151_936
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -66,9 +66,9 @@ class Intake:
 
     def work(self, groups: int, prompts: Sequence[bytes] = ()) -> Work:
         """Requests for so many groups, which the canned answer fits."""
-        tokens = self.canned.tokens
+        tokens, prompt = self.canned.tokens, tuple(range(1000, 1000 + PROMPT))
         requests = [
-            GenerateRequest(request_id(index), tuple(range(1000, 1100)), COUNT, 0, max_tokens=tokens)
+            GenerateRequest(request_id(index), prompt, COUNT, 0, max_tokens=tokens, experts=self.canned.experts)
             for index in range(groups)
         ]
         return Work(requests, Expected(VOCABULARY, 1, 1), prompts)
