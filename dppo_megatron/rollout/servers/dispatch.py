@@ -77,8 +77,8 @@ class _Attempt:
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
-    """Yields the index of each group when its completions are decoded and graded, each once. Raises NeedsWeights without a
-    live server, and RunAborted for a request that has timed out or failed too often."""
+    """Yields the index of each group when its completions are decoded and graded, so that they can be taken. Raises
+    NeedsWeights without a live server, and RunAborted for a request that has timed out or failed too often."""
     return Dispatch(fleet, [work]).run()
 
 
