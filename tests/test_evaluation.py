@@ -555,6 +555,12 @@ BAD = {
     "rescore_unfinished_file": (["--rescore", "{tmp}/samples.unfinished.jsonl"], "is not samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: not a sample of an evaluation"),
     "both": (["--rescore", "x", "--compare", "x", "y"], "give one of them"),
+    "rescore_limit": (
+        ["--rescore", "x", "--limit", "3"],
+        "--rescore reads the samples of an evaluation and nothing else",
+    ),
+    "compare_data": (["--compare", "x", "y", "--data", "z"], "--compare reads two evaluations and nothing else; leave"),
+    "export_nothing": (["--export", "lm-eval", "nowhere"], "holds no results of an evaluation: No such file or dir"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
 }
 

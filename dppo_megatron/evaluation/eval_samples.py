@@ -204,7 +204,7 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = one_line(f"{type(error).__name__}: {error}")
+        detail = error.strerror if isinstance(error, OSError) else one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"'{path}' holds no results of an evaluation: {detail}") from None
     return raw
 
