@@ -116,9 +116,10 @@ def megatron_to_hf(
         As `hf_to_megatron`.
     """
     if not is_torch_dist(checkpoint):
-        advice = (
-            f"; of a run, give {checkpoint / 'checkpoints/latest'}" if (checkpoint / "checkpoints").is_dir() else ""
-        )
+        advice = ""
+        if (checkpoint / "checkpoints").is_dir():
+            latest = checkpoint / "checkpoints/latest"
+            advice = f"; of a run, give {latest}" if latest.exists() else "; the run has no checkpoint yet"
         raise UserError(
             f"--checkpoint '{checkpoint}' is not a distributed checkpoint: it has no .metadata, or has safetensors too"
             + advice

@@ -201,7 +201,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
         prompt = next(one.prompts[0] for one in train_sets.values())
         token_values = try_token_values(OwnTokens(function, path, config.seed, carries), prompt)
     graders = _start_graders(config, train_sets, eval_sets, world_size)
-    notes = unused_grader(config.reward)
+    notes = unused_grader(config.reward) + graders.process_notes()
     if trains and config.sft.examples_path and not config.sft.steps:
         notes.append("warning: sft.steps = 0: there is no warm start, and sft.examples_path is not read")
     for name, one in eval_set_configs(config).items():

@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from transformers import AutoModelForCausalLM
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.actor.layout import build_layout
 from dppo_megatron.config.schema import ActorConfig
+from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
+from dppo_megatron.weights.hf_files import check_space
 from dppo_megatron.weights.mapping import hf_shapes
 from dppo_megatron.weights.torch_dist import open_checkpoint
 from dppo_megatron.workbench.cli import main
@@ -287,7 +290,11 @@ def test_bad_checkpoint(converted: Path, tmp_path: Path, case: str, capsys: pyte
 
 
 def test_a_run_in_place_of_its_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which to give, if there is one."""
     (tmp_path / "checkpoints").mkdir()
+    assert _convert("to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "out") == 2
+    assert "; the run has no checkpoint yet" in capsys.readouterr().err
+    (tmp_path / "checkpoints" / "latest").symlink_to(tmp_path)
     assert _convert("to-hf", "--checkpoint", tmp_path, "--out", tmp_path / "out") == 2
     assert f"; of a run, give {tmp_path / 'checkpoints/latest'}" in capsys.readouterr().err
 
@@ -340,3 +347,17 @@ def test_a_disk_that_refuses(source: Path, converted: Path, tmp_path: Path, capf
         assert run_ranks(_convert_on_a_full_disk, 1, direction, job) == [2]
         assert "cannot be written: File too large; nothing was left there" in capfd.readouterr().err
         assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(0, "only 0.0 MB are free"), (4_900_000, "only 4.9 MB"), (7_250_000_000, "only 7.25 GB")]
+)
+def test_too_little_space_is_said_in_a_unit_that_shows_it(
+    tmp_path: Path, free: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    needed = max(5_000_000, free + 10_000_000)
+    with pytest.raises(UserError, match=said) as error:
+        check_space(tmp_path, needed)
+    assert "0.00 GB" not in str(error.value)
+    check_space(tmp_path, free)

@@ -423,8 +423,15 @@ def test_in_the_files_of_other_harnesses(trained: Path, tmp_path: Path, capsys: 
     (own / "samples.jsonl").write_text("\n".join(samples) + "\n")
     for form in ("lm-eval", "lighteval"):
         assert main(["eval", "--export", form, str(own), "--out", str(tmp_path / f"{form} again")]) == 0
+    results = json.loads((own / "results.json").read_text())
+    for model in (".", ".."):  # as `eval .` in the model's directory; a name of theirs must not lead out of --out
+        (own / "results.json").write_text(json.dumps(results | {"model": model}))
+        assert main(["eval", "--export", "lighteval", str(own), "--out", str(tmp_path / f"of {model}")]) == 0
+        assert [path.name for path in (tmp_path / f"of {model}" / "details").iterdir()] == ["own"]
     (own / "results.json").rename(own / "samples.unfinished.jsonl")
     assert main(["eval", "--export", "lm-eval", str(own), "--out", str(tmp_path)]) == 2
+    assert "has not ended" in capsys.readouterr().err
+    assert main(["eval", "--compare", str(own), str(own)]) == 2
     assert "has not ended" in capsys.readouterr().err
     assert main(["eval", "--export", "helm", str(own), "--out", str(tmp_path)]) == 2
     assert "expected one of lm-eval, lighteval" in capsys.readouterr().err
@@ -545,8 +552,15 @@ BAD = {
         ["--compare", "{tmp}/results.json", "{tmp}"],
         "results.json' is not samples.jsonl: name the one",
     ),
+    "rescore_unfinished_file": (["--rescore", "{tmp}/samples.unfinished.jsonl"], "is not samples.jsonl: name the one"),
     "rescore_settings": (["--rescore", "{heldout}", "seed=1"], "heldout.jsonl:1: not a sample of an evaluation"),
     "both": (["--rescore", "x", "--compare", "x", "y"], "give one of them"),
+    "rescore_limit": (
+        ["--rescore", "x", "--limit", "3"],
+        "--rescore reads the samples of an evaluation and nothing else",
+    ),
+    "compare_data": (["--compare", "x", "y", "--data", "z"], "--compare reads two evaluations and nothing else; leave"),
+    "export_nothing": (["--export", "lm-eval", "nowhere"], "holds no results of an evaluation: No such file or dir"),
     "compare_and_model": (["{model}", "--compare", "x", "y"], "--compare reads two evaluations and nothing else"),
 }
 

@@ -26,7 +26,7 @@ from support.logged import logged_lines
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.rollout_work import Work
-from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, Submit
+from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, Graded, Submit
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
 
@@ -472,6 +472,24 @@ def test_a_server_that_dies_asleep_waits_for_the_sync() -> None:
     with pytest.raises(NeedsWeights):
         list(dispatch(fleet, work))
     assert world.now < 1 and not world.asked
+
+
+def test_a_group_is_reported_when_it_can_be_taken() -> None:
+    """Decoded, and not when its answer lands: an evaluation would write it when another comes, in minutes perhaps."""
+    world = World()
+    fleet, work, plain = world.fleet(), work_of(groups(1, 1)), world.events
+    order, held = list[str](), list[Event]()
+
+    def events(timeout_s: float) -> list[Event]:
+        found = held + [one for one in plain(timeout_s) if not isinstance(one, Graded)]
+        held[:] = [Graded(one.ticket) for one in found if isinstance(one, Completed)]
+        order.extend(type(one).__name__ for one in found)
+        return found
+
+    world.events = events  # type: ignore[method-assign]
+    for index in dispatch(fleet, work):
+        order.append(f"{index} is reported")
+    assert order == ["Completed"] * 2 + ["Graded"] * 2 + ["0 is reported", "1 is reported"]
 
 
 def test_what_is_given_up_ends_at_the_servers() -> None:

@@ -103,9 +103,10 @@ def test_what_a_killed_server_has_left_ends_before_the_next(tmp_path: Path) -> N
 
 
 def test_a_restart_quotes_the_last_error_since_the_last_start(files: Path, tmp_path: Path) -> None:
-    """The engine's: its front end's only says that it is dead. Without the key, and without earlier starts."""
+    """The engine's: its front end's only says that it is dead. Without the key or a proxy's password, and without
+    earlier starts."""
     lines = [
-        "RuntimeError: no kernel for sesame",
+        "RuntimeError: no kernel for sesame at http://me:p@ss@proxy:80/x",
         "x.EngineDeadError: EngineCore encountered an issue.",
         "at most `OSError: 24`",
     ]
@@ -118,7 +119,10 @@ def test_a_restart_quotes_the_last_error_since_the_last_start(files: Path, tmp_p
         assert server.process is not None
         server.process.wait()
         [why] = servers.restart([]).values()
-        assert why == f"had ended (its log: {server.log}, last error: RuntimeError: no kernel for ***)"
+        assert (
+            why
+            == f"had ended (its log: {server.log}, last error: RuntimeError: no kernel for *** at http://***@proxy:80/x)"
+        )
         server.process.wait()
         [why] = servers.restart([]).values()
         assert "FileExistsError: " in why and "sesame" not in why

@@ -167,8 +167,11 @@ def writing(what: str | Path) -> Iterator[None]:
 
 
 def json_reason(error: Exception) -> str:
-    """Why a text is not usable JSON, for an error message; `error` is what `json.loads` raised."""
+    """Why a text is not usable JSON, for an error message; `error` is what `json.loads` raised. Of a single line only
+    the column is named: it is line 1 to `json`, or line 2 at its end, and another one of its file."""
     message = str(error).partition("\n")[0]
+    if isinstance(error, json.JSONDecodeError) and "\n" not in (line := error.doc.rstrip()):
+        message = f"{error.msg}: column {min(error.pos, len(line)) + 1}"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if "integer string conversion" in message:

@@ -31,7 +31,7 @@ class SetRewardConfig:
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     correct_from: float | None = ranged(None, "[-1e9, 1e9]")
     timeout_s: float | None = ranged(None, SECONDS)
-    processes: int | None = ranged(None, "[1, 1024]")
+    processes: int | None = ranged(None, "[0, 1024]")
     max_concurrent: int | None = ranged(None, "[1, 100000]")
     max_per_minute: int | None = ranged(None, "[0, 1000000000]")
     max_failures_in_a_row: int | None = ranged(None, "[0, 1000000000]")
@@ -60,10 +60,10 @@ class RewardConfig:
     """A completion is correct from this reward on. Of several named rewards the first decides, before its weight."""
     timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
     """A grading that takes longer is ended and its process replaced. It counts as failed, not as reward 0."""
-    processes: int = ranged(1, "[1, 1024]", free_at_resume=True)
-    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. One process of a built-in
-    grader does a step's 512 gradings in milliseconds; a slow grader (one that runs code, say) may need a process for
-    each core of the rank, if memory suffices."""
+    processes: int = ranged(0, "[0, 1024]", free_at_resume=True)
+    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. 0: one of a built-in or an
+    `async def` grader; of any other of yours the node's cores divided by its ranks, but at most 16, as each imports the
+    grader. The start logs how many."""
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
     """Most gradings in progress in each process of an `async def` grader; also the most completions in one call of a
     grader that takes lists."""

@@ -156,12 +156,19 @@ def write_samples(path: Path, samples: Iterable[EvalSample]) -> None:
     write_text(path, (json.dumps(asdict(sample), default=str) + "\n" for sample in samples))
 
 
+def check_ended(directory: Path) -> None:
+    """Raise UserError if the evaluation in `directory` was killed, or still runs."""
+    if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
+        raise UserError(f"'{directory}': the evaluation has not ended; repeat its command to resume it")
+
+
 def read_samples(path: Path) -> list[EvalSample]:
     """Read what `write_samples` wrote, from the file or its directory. Raises UserError if there is no such file, or
     with the number of a line that is not a sample."""
     if path.is_dir():
+        check_ended(path)
         path = path / SAMPLES
-    elif path.suffix == ".json":
+    elif path.suffix == ".json" or path.name == UNFINISHED:
         raise UserError(f"'{path}' is not {SAMPLES}: name the one beside it, or the directory of the evaluation")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -197,7 +204,7 @@ def read_results(path: Path) -> dict[str, Any]:
             raise ValueError("another format")
         RewardConfig(**raw["reward"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        detail = one_line(f"{type(error).__name__}: {error}")
+        detail = error.strerror if isinstance(error, OSError) else one_line(f"{type(error).__name__}: {error}")
         raise UserError(f"'{path}' holds no results of an evaluation: {detail}") from None
     return raw
 

@@ -24,10 +24,10 @@ from dppo_megatron.config.paths import writing
 from dppo_megatron.data.summary import safe_name
 from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
-    UNFINISHED,
     EvalSample,
     Problems,
     by_problem,
+    check_ended,
     read_results,
     read_samples,
     scores_of,
@@ -47,11 +47,11 @@ def export(form: str, evaluation: str, out: Path | None) -> list[str]:
     if out is None:
         raise UserError("--export writes to the directory that --out names")
     directory = Path(evaluation)
-    if (directory / UNFINISHED).is_file() and not (directory / RESULTS).is_file():
-        raise UserError(f"'{evaluation}': the evaluation has not ended; repeat its command to resume it")
+    check_ended(directory)
     results, samples = read_results(directory / RESULTS), [_without_surrogates(one) for one in read_samples(directory)]
     samples.sort(key=lambda one: one.problem_index)
-    model = Path(results.get("model") or directory).name
+    name = Path(results.get("model") or directory).name
+    model = name if name not in ("", "..") else directory.resolve().name  # of `eval .` and `eval ..`
     date = datetime.now().isoformat().replace(":", "-")
     with writing(f"'{out}'"):
         written = FORMS[form](results, by_problem(samples), scores_of(samples), out, model, date)

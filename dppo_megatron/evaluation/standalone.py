@@ -192,6 +192,10 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     beside = (path if path.is_dir() else path.parent) / RESULTS
     with progress(f"reading {path}"):
         unfinished = read_unfinished(path) if not beside.is_file() else None
+        if unfinished is not None and out is not None and out.resolve() == path.resolve():
+            raise UserError(
+                f"--out '{out}' holds the evaluation, which could not be resumed then; choose another --out"
+            )
         if unfinished is not None and not unfinished[1]:
             raise UserError(f"'{path}': the evaluation has no samples yet")
         before, samples = unfinished or (read_results(beside) if beside.is_file() else {}, read_samples(path))

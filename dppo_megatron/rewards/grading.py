@@ -4,6 +4,7 @@ look like a weak model."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -11,6 +12,7 @@ from contextlib import suppress
 import numpy as np
 
 from dppo_megatron.config.reward import RewardConfig
+from dppo_megatron.launcher_env import launched_here
 from dppo_megatron.rewards.functions import BUILT_IN, NamedFunction
 from dppo_megatron.rewards.measures import failed
 from dppo_megatron.rewards.pool import Grader
@@ -27,6 +29,9 @@ from dppo_megatron.types import (
     deciding_reward,
 )
 
+_MOST_BY_CORES = 16
+"""Each process imports the user's grader (60 MB with sympy, 300 with torch) and may use `reward.memory_mb` beyond that:
+32 GiB per rank by default, 256 on a node of eight GPUs. Whoever knows that his grader takes less can set more."""
 __all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", "make_grader"]
 
 
@@ -49,7 +54,8 @@ def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1
         functions = [_named(f"{key}.function", reward.function)]
     return Grader(
         functions,
-        processes=reward.processes,
+        processes=reward.processes or _by_cores(functions),
+        one_if_async=not reward.processes,
         timeout_s=reward.timeout_s,
         memory_mb=reward.memory_mb,
         max_concurrent=reward.max_concurrent,
@@ -95,6 +101,20 @@ class Graders:
     def key_of(self, set_key: str) -> str:
         """The section with the reward settings of the set `data.train_sets.NAME` or `data.eval_sets.NAME`."""
         return key if (key := f"{set_key}.reward") in self.rewards else "reward"
+
+    def process_notes(self) -> list[str]:
+        """Lines for the log: how many processes a grader of the user's own has that `reward.processes` does not say."""
+        own = {
+            one.key: one
+            for key, one in self._graders.items()
+            if one.has_started and not self.rewards[key].processes and not _is_built_in(one.functions)
+        }
+        here = f"{_cores()} cores here, ranks: {launched_here()}"
+        return [
+            f"{key}: grader processes per rank: {one.num_processes}"
+            f" (reward.processes = 0; {'it is asynchronous' if one.mode == 'async' else here})"
+            for key, one in own.items()
+        ]
 
     def submit(self, tasks: Sequence[GradeTask]) -> Future[list[Grade]]:
         """As `Grader.submit`."""
@@ -173,6 +193,19 @@ def grade_groups(
         rewards = np.array([grade.reward for grade in grades[members]], dtype=np.float64)
         groups.append(Group(item, tuple(completions[members]), rewards, tuple(grades[members])))
     return groups
+
+
+def _by_cores(functions: Sequence[NamedFunction]) -> int:
+    """Processes for a grader whose number is not set, per rank."""
+    return 1 if _is_built_in(functions) else min(_MOST_BY_CORES, max(1, _cores() // launched_here()))
+
+
+def _is_built_in(functions: Sequence[NamedFunction]) -> bool:
+    return all(one.path in BUILT_IN.values() for one in functions)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _named(key: str, function: str, name: str = "", weight: float = 1.0) -> NamedFunction:

@@ -121,7 +121,7 @@ class Lane:
                 if isinstance(message, NoStart):
                     return message.text
                 if isinstance(message, GraderReady):
-                    pool.has_started, pool.sends_context, pool.mode = True, message.wants_context, message.mode
+                    pool.started(message)
                     return ""
         return f"{pool.key}: its process was not ready after {_START_S:g} s"
 
@@ -286,6 +286,7 @@ class Grader(GradingQueue):
     Args:
         functions: the grader, or several whose weighted sum is the reward.
         processes: how many run at a time.
+        one_if_async: an asynchronous grader has one, which keeps many samples open; the others start once it is known.
         timeout_s: for one sample, all functions together.
         memory_mb: that a process may use beyond what it starts with; 0: no limit.
         max_concurrent: samples that an asynchronous process has open at a time, or that one call with lists gets.
@@ -307,13 +308,17 @@ class Grader(GradingQueue):
         batch = Batch(tasks)
         with self._changed:
             self._waiting.extend(Queued(batch, index, task) for index, task in enumerate(tasks))
-            free = sum(not lane.chunk for lane in self._lanes)
-            for _ in range(min(self.num_processes - len(self._lanes), len(self._waiting) - free)):
-                self._lanes.append(Lane(self))
+            self.grow()
             self._changed.notify_all()
         if not tasks:
             batch.finish()
         return batch.future
+
+    def grow(self) -> None:
+        most = 1 if self._one_if_async and not self.has_started else self.num_processes
+        free = sum(not lane.chunk for lane in self._lanes)
+        for _ in range(0 if self.is_closing else min(most - len(self._lanes), len(self._waiting) - free)):
+            self._lanes.append(Lane(self))
 
     def grade(self, tasks: Sequence[GradeTask]) -> list[Grade]:
         """As `submit`, but waits for the grades."""

@@ -40,9 +40,10 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
     parts = 2 if _evaluates_while_clients_grade(job) else 1
 
     def hook(clients: int) -> HookFactory:
-        """The graders of one of `clients` clients: as many processes as the ranks of its node would have."""
-        here = launched_here()
-        rewards = {key: replace(one, processes=one.processes * here) for key, one in job.grade.rewards.items()}
+        """The graders of one of `clients` clients: as many processes as the ranks of its node would have. Theirs were
+        tried at the start, so that it is known whether they are asynchronous."""
+        here, rewards = launched_here(), job.grade.rewards
+        rewards = {key: replace(one, processes=job.grade[key].num_processes * here) for key, one in rewards.items()}
         return partial(Graders, rewards, shared_by=clients * parts)
 
     engine = ServerEngine(config, job.architecture, job.tokenizer, client_hook=hook)

@@ -334,7 +334,8 @@ def check_space(directory: Path, num_bytes: int) -> None:
     """Raise `UserError` unless the file system of `directory` has `num_bytes` free."""
     free = shutil.disk_usage(directory).free
     if num_bytes > free:
-        raise UserError(f"'{directory}': needs {num_bytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free there")
+        needs, has = (f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" for size in (num_bytes, free))
+        raise UserError(f"'{directory}': needs {needs}, but only {has} are free there")
 
 
 def publish(directory: Path, target: Path) -> None:

@@ -327,7 +327,12 @@ BROKEN = {
     "utf16.jsonl": (GOOD.encode("utf-16"), ":1: not UTF-8 .*it looks like UTF-16"),
     "parquet.jsonl": (b"PAR1\x15\x04\xff\xff", "it looks like Parquet"),
     "list.jsonl": (b'["1", "2"]\n', ":1: expected a JSON object, got list"),
-    "cut.jsonl": (GOOD.encode() + b'{"problem": "1", "ans', ":2: not valid JSON"),
+    "cut.jsonl": (
+        GOOD.encode() + b'{"problem": "1", "ans',
+        ":2: not valid JSON: Unterminated string starting at: column 18$",
+    ),
+    "open.jsonl": (GOOD.encode() + b'{"problem": "1",\r\n', ":2: not valid JSON: [^:]*: column 17$"),
+    "open.json": (b'[{"problem":\n "1"', "not valid JSON: .*: line 2 column 5"),
     "raw nul.jsonl": (b'{"problem": "\0", "answer": "2"}', ":1: not valid JSON"),
     "scalar.json": (b"3", "expected a list of JSON objects"),
     "other.json": (b'{"rows":\n []}', "expected a list of JSON objects"),

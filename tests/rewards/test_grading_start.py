@@ -215,7 +215,7 @@ def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> N
         ({"timeout_s": float("inf")}, "reward.timeout_s"),
         ({"timeout_s": float("nan")}, "reward.timeout_s"),
         ({"timeout_s": 0.0}, "reward.timeout_s"),
-        ({"processes": 0}, "reward.processes"),
+        ({"processes": -1}, "reward.processes"),
         ({"memory_mb": -1}, "reward.memory_mb"),
         ({"max_failed_share": 1.1}, "reward.max_failed_share"),
         ({"min_self_consistency": float("nan")}, "reward.min_self_consistency"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def test_one_rank_alone_has_the_whole_limit() -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("data.train_sets.code.reward.processes=0", "data.train_sets.code.reward.processes = 0: must be"),
+        ("data.train_sets.code.reward.processes=-1", "data.train_sets.code.reward.processes = -1: must not be"),
         ("data.train_sets.code.reward.function=''", "data.train_sets.code.reward.function = '': must not be empty"),
         ("data.train_sets.code.reward.cross_check=1", "unknown key 'data.train_sets.code.reward.cross_check'"),
         ("data.train_sets.math.reward.functions.x.weight=2", "sets.math.reward.functions.x.function is not set"),
@@ -96,7 +97,7 @@ def _tasks(texts: list[str], keys: list[str]) -> list[GradeTask]:
 
 @pytest.fixture
 def graders() -> object:
-    made = Graders(_rewards(timeout_s=1.0))
+    made = Graders({key: replace(one, processes=1) for key, one in _rewards(timeout_s=1.0).items()})
     yield made
     made.close()
 

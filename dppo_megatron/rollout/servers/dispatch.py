@@ -77,8 +77,8 @@ class _Attempt:
 
 
 def dispatch(fleet: Fleet, work: Work) -> Iterator[int]:
-    """Yields the index of each group as it lands, each once; ends when all are ready. Raises NeedsWeights without a
-    live server, and RunAborted for a request that has timed out or failed too often."""
+    """Yields the index of each group when its completions are decoded and graded, so that they can be taken. Raises
+    NeedsWeights without a live server, and RunAborted for a request that has timed out or failed too often."""
     return Dispatch(fleet, [work]).run()
 
 
@@ -102,8 +102,8 @@ class Dispatch:
                 if not self._attempts and not self._fleet.live and any(work.pending for work in self._open):
                     raise NeedsWeights
                 for event in self._clients.events(_TICK_S):
-                    if (landed := self._handle(event)) is not None:
-                        yield landed
+                    if (ready := self._handle(event)) is not None:
+                        yield ready
                 self._requeue_lost()
                 if self._check_deadlines():
                     self._fleet.probe_all()
@@ -219,7 +219,7 @@ class Dispatch:
                 del near[client]
 
     def _handle(self, event: Event) -> int | None:
-        """The index of the group that has landed, if one has. Tickets that are no longer wanted are ignored."""
+        """The index of the group that is ready, if one is. Tickets that are no longer wanted are ignored."""
         if isinstance(event, Graded):
             for work in self._open:
                 if event.ticket in work.landed:
@@ -229,6 +229,7 @@ class Dispatch:
                     landed_s = self._landed_s.pop(event.ticket, now)
                     name = work.groups[index].request_id
                     self._fleet.spans.add("grading", name, landed_s, now, event.ticket)
+                    return index
             return None
         if event.ticket not in self._attempts:
             return None
@@ -250,7 +251,7 @@ class Dispatch:
         self._count_near(work, attempt.index, attempt.member, 1)
         with self._fleet.lock:
             attempt.member.delivered()
-        return attempt.index
+        return None
 
     def _retry(self, attempt: _Attempt, *, was_sampled: bool = True) -> None:
         work = attempt.work

@@ -29,6 +29,7 @@ import functools
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import threading
@@ -56,6 +57,7 @@ STALE_TRIES = 3
 """Attempts of one call over kept connections. When one breaks, the event loop also drops all others closed by then."""
 ERROR_BYTES = 64 << 10
 _MAX_PROOF_BYTES = 8192
+_BEFORE_HOST = re.compile(r"://[^\s/'\"]*@")
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
 _LISTENS_S = 1.0
@@ -456,7 +458,8 @@ def excerpt(content: bytes, key: str = "") -> str:
 
 
 def hidden(text: str, key: str) -> str:
-    """`text` with *** for `key`, also in quoted forms. Call it before truncating: half a key is secret too."""
+    """`text` with *** for `key`, also in quoted forms, and for what a URL has before its host, such as a proxy's
+    password. Call it before truncating: half a key is secret too."""
     for form in (key, json.dumps(key)[1:-1], repr(key)[1:-1]):
         text = text.replace(form, "***") if form else text
-    return text
+    return _BEFORE_HOST.sub("://***@", text)

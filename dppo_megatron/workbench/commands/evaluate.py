@@ -41,9 +41,9 @@ from dppo_megatron.workbench.commands.terminal import loading
 _TO_BEGIN_S = 120.0
 """How long `--follow` waits for a run that is started beside it, whose libraries and model load first."""
 _OTHER_USES = {  # options that take MODEL's place: what each reads, and the arguments that it excludes
-    "compare": ("reads two evaluations and nothing else", "models settings sets"),
-    "export": ("reads one evaluation and nothing else", "models settings sets"),
-    "rescore": ("reads the samples of an evaluation and nothing else", "models sets"),
+    "compare": ("reads two evaluations and nothing else", "models settings sets step data limit"),
+    "export": ("reads one evaluation and nothing else", "models settings sets step data limit"),
+    "rescore": ("reads the samples of an evaluation and nothing else", "models sets step data limit"),
     "follow": ("evaluates every checkpoint of its run", "models step"),
 }
 
@@ -129,7 +129,8 @@ def _other_use(arguments: argparse.Namespace, words: dict[str, list[str]]) -> st
         raise UserError("--compare, --rescore, --export and --follow: give one of them")
     for use in uses:
         reads, excluded_kinds = _OTHER_USES[use]
-        given = words | {"step": ["--step"] * (arguments.step is not None)}
+        options = {"step": arguments.step is not None, "data": arguments.data is not None, "limit": arguments.limit}
+        given = words | {name: [f"--{name}"] * bool(is_given) for name, is_given in options.items()}
         if excluded := [word for kind in excluded_kinds.split() for word in given[kind]]:
             raise UserError(f"--{use} {reads}; leave out {excluded[0]}")
     return "".join(uses)
