@@ -79,6 +79,7 @@ _SPELLINGS = {
     " i": "imath",
     " j": "jmath",
     " T": "top",
+    "'": "prime",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
@@ -94,7 +95,7 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # pairs: a sign of several characters, and its spelling here
-_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
+_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} :".split()  # noqa: SIM905
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
@@ -131,6 +132,7 @@ _RULES = {
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
     r"\\not\s*=": r"\\ne ",
+    r"\^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
     r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])": r"\\degree ",
     r"\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])": r"\\degree ",
     r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",

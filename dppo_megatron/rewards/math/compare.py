@@ -164,6 +164,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         assert isinstance(row, AnswerList)
         if row.kind in ("tuple", "grid") and isinstance(plain, Value):
             return _is_sum_of(row, plain, rules)
+        if row is other and row.signs:  # 1/2 or 50 %
+            return all(equal(gold, item, rules) for item in row.items)
         if row.kind != "set" or len(row.items) != 1:
             return False
         return equal(row.items[0], plain, rules) if row is gold else equal(plain, row.items[0], rules)  # {5} and 5
@@ -187,7 +189,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
-        return kinds == {"tuple"} and _up_to_a_parameter(items, others, set(), rules)
+        bare = [[item.value if isinstance(item, Named) else item for item in side] for side in (items, others)]
+        return kinds <= {"tuple", "list"} and _up_to_a_parameter(*bare, set(), rules)
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)

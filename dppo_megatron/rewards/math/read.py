@@ -37,13 +37,16 @@ _MONEY = regex(
 )
 _PARTS = (
     "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
+    " remainder"
 )
 _LABEL = regex(
     r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
-    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
+    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)(?: value)?\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
-_NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
+_PART_LABEL = regex(r"[\s,;.]*(?:\\text\{[\s,;.]*(?:and\b)?\s*)?\((\d\d?|[a-h]|i{1,3}|iv|v)\)\s*\}?\s*")
+_PART = regex(r"(?![\^*/+=<>_!)]).*[^-+*/=<>(\s]\s*", re.DOTALL)
+_PART_LABELS = ("1 2 3 4 5 6 7 8 9", "a b c d e f g h", "i ii iii iv v")
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
@@ -54,9 +57,10 @@ _NAME = regex(
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    rf"|{_ARROW}\s*\*\s*{_ARROW}"
+    rf"|{_ARROW}\s*\*\s*{_ARROW}|[A-Z]\s*\\c[au]p\s*[A-Z]"
     r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
+_POINT = regex(r"([A-Z](?:_\{?\w\}?)?'*)\s*(\(.*,.*\))")  # A(1, 2)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -67,7 +71,7 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     text = text.strip()
     if depth > 6 or not text:
         raise Unreadable("nested too deeply" if text else "empty")
-    if depth and (label := _LABEL.fullmatch(text)):
+    if (label := _LABEL.fullmatch(text)) and (depth or label[3]):
         return answers.Named((label[1] or label[3]).lower() + ":", read_answer(label[2] or label[4], depth + 1))
     if (depth == 0 and text[0].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
@@ -87,24 +91,26 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return Value(("n", compound[0]), compound[1])
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
-    match = IN_TEXT.fullmatch(text)
-    inner = match[1].strip() if match else ""
+    is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
+    inner = text[6:-1].strip() if is_text else ""
     names = re.split(_SEPARATOR, inner)
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
-    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]", inner)
+    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
     return read_answer(inner, depth + 1) if is_answer else None
 
 
 def _read_list(text: str, depth: int) -> Answer | None:
     """Several answers, or conditions, which are combined."""
+    before, *labelled = _PART_LABEL.split(text)
+    labels, contents = labelled[::2], labelled[1::2]
+    is_counted = any(sorted(labels) == every.split()[: len(labels)] for every in _PART_LABELS)
+    if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
+        named = (answers.Named(f"{label}:", read_answer(one, depth + 1)) for label, one in zip(labels, contents))
+        return AnswerList("list", tuple(named))
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
-    numbered = [match for match in map(_NUMBERED.fullmatch, parts) if match]
-    if sorted(int(match[1]) for match in numbered) == [*range(1, len(parts) + 1)]:  # (1) 4; (2) 7
-        named = (answers.Named(f"{match[1]}:", read_answer(match[2], depth + 1)) for match in numbered)
-        return AnswerList("list", tuple(named))
     read = [read_answer(part, depth + 1) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
@@ -159,6 +165,8 @@ def _read_cases(text: str, depth: int) -> Answer | None:
 
 def _read_sets(text: str, depth: int) -> Answer | None:
     """`x \\in` a set, unions, and the difference of two sets of real numbers."""
+    if len(split_top(text, "=")) > 1:
+        return None
     name, *sets = split_top(text, r"\\in(?![A-Za-z])")
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
@@ -239,6 +247,8 @@ def _equation(sides: list[str], depth: int) -> Answer:
 def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
+    if (point := _POINT.fullmatch(text)) and closing(text, point.start(2)) == len(text) - 1:
+        return answers.Named(re.sub(r"[\s{}]", "", point[1]), read_answer(point[2], depth + 1))
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")

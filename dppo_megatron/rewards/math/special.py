@@ -40,7 +40,7 @@ _SENTENCE = regex(
 _HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
 _RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
 _CONGRUENCE = regex(
-    rf"(?:(?P<name>[a-zA-Z])\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
+    rf"(?:(?:(?P<name>[a-zA-Z])|[\d^{{}}()+*! -]*+)\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
     r"(?:\\pmod|\(?\s*+\\?(?:text\{\s*+)?b?mod(?![a-z]))\s*+\}?\s*+\{?\s*+(?P<modulus>\d{1,9})\s*+\}?\s*+\)?"
 )
