@@ -10,6 +10,7 @@ None means undecided, which is not treated as equal.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ _ENOUGH = 3  # points at which two functions have to be equal; four times as man
 _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its own, which take milliseconds once
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
+_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
@@ -231,8 +233,8 @@ class Rules:
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; an answer without a unit is taken in the reference's."""
-    gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
+    gold_unit = gold.unit or rules.unit or _asked(rules.problem, other_unit) or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
@@ -249,6 +251,16 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
             in_gold_unit = ("*", other.node, ("n", other_unit.factor / gold_unit.factor))
             return equal_nodes([(gold.node, in_gold_unit)], rules)
     return equal_nodes([(gold.node, other.node)], rules)
+
+
+@functools.lru_cache(maxsize=64)
+def _asked(problem: str, unit: Unit) -> Unit | None:
+    """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
+    another."""
+    words = _ASKED.findall(problem) if unit.dimension and problem else ()
+    asked = {named for named in map(read_unit, words) if named is not None and named.dimension == unit.dimension}
+    factors = {named.factor for named in asked}
+    return asked.pop() if len(factors) == 1 and unit.factor not in factors else None
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:

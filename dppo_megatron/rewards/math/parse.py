@@ -4,7 +4,6 @@ not understood raises `Unreadable`: a wrong guess would be a wrong reward."""
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -56,24 +55,6 @@ def parse(text: str) -> Node:
     if rest := text[reader.position :].strip(" "):
         raise Unreadable(f"at {reader.position}: {rest[:12]!r}")
     return node
-
-
-def parse_signs(text: str) -> list[Node]:
-    """The trees of all expressions that one with plus-minus signs stands for, at most 8; `\\mp` has the opposite sign.
-
-    Example:
-        >>> len(parse_signs("1 \\pm \\sqrt{19}"))
-        2
-    """
-    first, *others = re.split(r"\\pm(?![A-Za-z])|\+\s*/-", text)
-    opposed = "\\mp" in text
-    if len(others) > 3 or (opposed and len(others) > 1):
-        raise Unreadable("too many plus-minus signs")
-    trees = []
-    for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
-        spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
-        trees.append(parse(spelled.replace("\\mp", "-" if signs[0] == "+" else "+") if opposed else spelled))
-    return trees
 
 
 class _Reader:
@@ -236,8 +217,8 @@ class _Reader:
         body = self.product()
         self._bound.discard(name)
         # the letter does not matter: two sums that differ in it are one tree
-        index = f"index {sum(part[0] == 'big' for part in walk(body))}"
-        return ("big", kind, index, bounds["_"], bounds["^"], substituted(body, {name: ("s", index)}))
+        letter = f"index {sum(part[0] == 'big' for part in walk(body))}"
+        return ("big", kind, letter, bounds["_"], bounds["^"], substituted(body, {name: ("s", letter)}))
 
     def _of_several(self, name: str) -> Node:
         """max, min, gcd or lcm of several expressions in brackets of any kind."""
@@ -292,8 +273,8 @@ class _Reader:
         """A symbol's name with its index and primes: x_{1}'."""
         if self._take("_"):
             name += "_" + self._raw_argument()
-        while prime := self._take("'"):
-            name += prime
+        while self._take("'"):
+            name += "'"
         return name
 
     def _function(self, name: str) -> Node:

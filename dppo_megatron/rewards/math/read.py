@@ -14,7 +14,7 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
-from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse
 from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_compound, read_number, read_unit
 
@@ -60,7 +60,9 @@ _NAME = regex(
     rf"|{_ARROW}\s*\*\s*{_ARROW}|[A-Z]\s*\\c[au]p\s*[A-Z]"
     r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
-_POINT = regex(r"([A-Z](?:_\{?\w\}?)?'*)\s*(\(.*,.*\))")  # A(1, 2)
+_POINT = regex(  # A(1, 2) and -(1, 2)
+    r"(?:(?P<name>[A-Z](?:_\{?\w\}?)?'*)|(?P<scale>-|-?\d+|-?\\frac\{\d+\}\{\d+\}))\s*(?P<at>\(.*,.*\))"
+)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -106,8 +108,10 @@ def _read_list(text: str, depth: int) -> Answer | None:
     labels, contents = labelled[::2], labelled[1::2]
     is_counted = any(sorted(labels) == every.split()[: len(labels)] for every in _PART_LABELS)
     if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
-        named = (answers.Named(f"{label}:", read_answer(one, depth + 1)) for label, one in zip(labels, contents))
-        return AnswerList("list", tuple(named))
+        pairs = zip(labels, contents, strict=True)
+        return AnswerList(
+            "list", tuple(answers.Named(f"{label}:", read_answer(one, depth + 1)) for label, one in pairs)
+        )
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return None
@@ -190,6 +194,23 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     return rest and intersection(_union([read_answer(whole, depth + 1)]), rest)
 
 
+def _read_signs(text: str, depth: int) -> Answer | None:
+    """What the text states for each choice of its plus-minus signs; `\\mp` has the opposite sign. In a set they are
+    those of its items: {\\pm 1, \\pm 2} has four."""
+    first, *others = re.split(r"\\pm(?![A-Za-z])|\+\s*/-", text)
+    opposed = "\\mp" in text
+    if not (others or opposed) or "\\{" in text:
+        return None
+    if len(others) > 4 or (opposed and len(others) > 1):
+        raise Unreadable("too many plus-minus signs")
+    read = []
+    for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
+        spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
+        spelled = spelled.replace("\\mp", "-" if signs[0] == "+" else "+")
+        read.append(read_answer(re.sub(r"\A\s*\+|(?<=[=(,])\s*\+", " ", spelled), depth + 1))
+    return AnswerList("list", tuple(_flat(read)), signs=True)
+
+
 def _read_relation(text: str, depth: int) -> Answer | None:
     parts = [part.strip() for part in split_top(text, _RELATION, keep=True)]
     sides, ops = parts[::2], parts[1::2]
@@ -247,8 +268,13 @@ def _equation(sides: list[str], depth: int) -> Answer:
 def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
-    if (point := _POINT.fullmatch(text)) and closing(text, point.start(2)) == len(text) - 1:
-        return answers.Named(re.sub(r"[\s{}]", "", point[1]), read_answer(point[2], depth + 1))
+    if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
+        at = read_answer(point["at"], depth + 1)
+        if point["name"]:
+            return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
+        scale = parse(f"{point['scale']}1" if point["scale"] == "-" else point["scale"])
+        sides = [item.node for item in at.items if isinstance(item, Value)] if isinstance(at, AnswerList) else []
+        return AnswerList("tuple", tuple(Value(("*", scale, side)) for side in sides)) if sides else None
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")
@@ -265,11 +291,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
             return answers.Intervals((answers.Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
-    read = [read_answer(item, depth + 1) for item in items]
-    if any(isinstance(item, AnswerList) and item.signs for item in read):  # (\\pm 1, 2) are two points
-        choices = itertools.islice(itertools.product(*(_flat([item]) for item in read)), 16)
-        return AnswerList("list", tuple(AnswerList("tuple", choice) for choice in choices))
-    return AnswerList("tuple", tuple(read))
+    return AnswerList("tuple", tuple(read_answer(item, depth + 1) for item in items))
 
 
 def _set(inner: str, depth: int) -> Answer:
@@ -296,7 +318,7 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 
 def _read_value(text: str, depth: int) -> Answer | None:
-    """An expression with or without a unit; several if it has plus-minus signs."""
+    """An expression with or without a unit."""
     if money := _MONEY.fullmatch(text):
         amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
         if isinstance(amount, Value) and not (amount.unit and amount.unit.words):
@@ -306,7 +328,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
     unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
     if text[-1] != "%" and not letters and not (unit and unit.dimension):  # else 25 mph could be a product of letters
         with contextlib.suppress(Unreadable):
-            return _spread(parse_signs(text), None)
+            return _measure(parse(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
         words = IN_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
         if tail and re.search("[A-Za-z%]", words):
@@ -327,21 +349,20 @@ def _with_words(core: str, words: str) -> Answer | None:
     if unit is None:
         return None
     try:
-        nodes = [("n", value)] if value is not None else parse_signs(core)
+        node = ("n", value) if value is not None else parse(core)
     except Unreadable:
         return None
-    if factor != 1:
-        nodes = [("*", node, ("n", Fraction(factor))) for node in nodes]
-    return _spread(nodes, unit if unit.words else None)
+    return _measure(node if factor == 1 else ("*", node, ("n", Fraction(factor))), unit if unit.words else None)
 
 
-def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
-    if len(nodes) > 1:
-        return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
-    (node,) = nodes
+def _measure(node: Node, unit: Unit | None) -> Value:
+    """The value in its unit, which may be the degree sign within the expression."""
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
 
 
-_READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)
+_READERS = (
+    *(_read_cases, read_special, _read_text, _read_list, _read_sets),
+    *(_read_signs, _read_relation, _read_bracketed, _read_value),
+)
