@@ -27,7 +27,7 @@ _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
 _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
