@@ -75,7 +75,7 @@ def test_opposite_signs_are_tied() -> None:
 PRIMES = ["{}'", r"{}^{{\prime}}", r"{}^\prime", "{}^{{'}}", "{}\u2032"]
 
 
-@pytest.mark.parametrize("one, two", itertools.product(PRIMES, PRIMES))
+@pytest.mark.parametrize("one, two", [*itertools.product(PRIMES, PRIMES)])
 def test_a_prime_has_one_meaning(one: str, two: str) -> None:
     """After a letter, a function and minutes of an arc."""
     check(case(f"{one.format('x')} = 2", right=[f"{two.format('x')} = 2", "2"], wrong=["x = 2", "3"]))

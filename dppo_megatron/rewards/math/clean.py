@@ -42,7 +42,7 @@ _RAISED_OR_LOWERED = regex("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|[₀-₉]+
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
-_TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
+_TOTAL = r"(?:\{\s*(\d{2,4}|[3-9]|\d?[mn])\s*\}|([3-9mn]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 # words before an answer that do not change it
 _FILLER = (
@@ -108,7 +108,6 @@ _RULES = {
     r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
-    r"\\text\{\s*(?:minus|negative) infinity\s*\}": r"-\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
@@ -144,8 +143,7 @@ _RULES = {
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
-    rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
-    r"(?<![\w\\])C\s*_\s*(?:\{\s*(\d?[mn])\s*\}|([mn]))\s*\^\s*(?:\{\s*([a-z])\s*\}|([a-z]))": r"\\binom{\1\2}{\3\4}",
+    rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",

@@ -264,11 +264,12 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
-    """5m or 0.05 m without \\text, which were read as products, with their unit if it has the reference's dimension."""
-    if node[0] != "*" or node[2][0] != "s" or len(node[2][1]) > 2:
-        return None
-    unit = read_unit(node[2][1])
-    return Value(node[1], unit) if unit is not None and unit.dimension == gold.dimension else None
+    """5m or 5mL without \\text, which were read as products, with their unit if it has the reference's dimension."""
+    letters = ""
+    while node[0] == "*" and node[2][0] == "s":
+        node, letters = node[1], node[2][1] + letters
+    unit = read_unit(letters) if letters else None
+    return Value(node, unit) if unit is not None and unit.dimension == gold.dimension else None
 
 
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:
