@@ -7,12 +7,9 @@ comparison. The regular expressions have no nested repetition, so they are linea
 
 from __future__ import annotations
 
-import bisect
 import functools
-import operator
 import re
 import unicodedata
-from collections.abc import Iterator
 
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Unreadable
@@ -181,9 +178,8 @@ _COMPILED = [(regex(pattern), replacement) for pattern, replacement in _RULES.it
 _MAX_ITEMS = 100
 _REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
-_BRACKET = regex(
-    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
-)
+_A_BRACKET = r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\."
+_BRACKET = regex(_A_BRACKET, re.DOTALL)
 
 
 def to_ascii(text: str) -> str:
@@ -245,20 +241,16 @@ def _without_wrapping(text: str) -> str:
     return text
 
 
-def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:
-    """For each bracket, the nesting depth after it and the position after it. Any opening and closing bracket make a
-    pair, as in `[0,1)`. If `shapes` is not empty, only brackets in it count."""
-    depth = 0
+def closing(text: str, start: int = 0) -> int:
+    """Where the bracket at `start` is closed, -1 if it is not. Any opening and closing bracket make a pair, as in
+    `[0,1)`, but a brace can be closed only by a brace."""
+    depth, shapes = 0, "{}" if text[start] == "{" else ""
     for bracket in _BRACKET.finditer(text, start):
         if not shapes or bracket.group() in shapes:
             depth += bool(bracket["opens"]) - bool(bracket["closes"])
-            yield depth, bracket.end()
-
-
-def closing(text: str, start: int = 0) -> int:
-    """Where the bracket at `start` is closed, -1 if it is not. A brace can be closed only by a brace."""
-    levels = _levels(text, start, "{}" if text[start] == "{" else "")
-    return next((end - 1 for depth, end in levels if depth < 1), -1)
+            if depth < 1:
+                return bracket.end() - 1
+    return -1
 
 
 def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
@@ -269,16 +261,14 @@ def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
         >>> split_top("(1,2), [3,4)", ",")
         ['(1,2)', ' [3,4)']
     """
-    if not re.search(separators, text):
-        return [text]
-    levels = [(0, 0), *_levels(text)]
-    if levels[-1][0] or min(levels)[0] < 0:
-        return [text]
-    parts, begin = [], 0
-    for found in re.finditer(separators, text):
-        if not levels[bisect.bisect(levels, found.start(), key=operator.itemgetter(1)) - 1][0]:
+    parts, begin, depth = [], 0, 0
+    for found in re.finditer(f"(?P<between>{separators})|{_A_BRACKET}", text, re.DOTALL):
+        depth += bool(found["opens"]) - bool(found["closes"])
+        if depth < 0:
+            return [text]
+        if found["between"] and not depth:
             parts += [text[begin : found.start()], found.group()] if keep else [text[begin : found.start()]]
             begin = found.end()
     if len(parts) >= _MAX_ITEMS * (1 + keep):
         raise Unreadable("too many items")
-    return [*parts, text[begin:]]
+    return [text] if depth else [*parts, text[begin:]]

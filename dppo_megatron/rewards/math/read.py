@@ -58,7 +58,7 @@ _NAME = regex(
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
     r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}\s*\*\s*{_ARROW}|[A-Z]\s*\\c[au]p\s*[A-Z]"
-    r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|(?:\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*)?(?:[A-Z]{1,4}|[a-z])\s*\}?|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _POINT = regex(  # A(1, 2) and -(1, 2)
     r"(?:(?P<name>[A-Z](?:_\{?\w\}?)?'*)|(?P<scale>-|-?\d+|-?\\frac\{\d+\}\{\d+\}))\s*(?P<at>\(.*,.*\))"
