@@ -10,7 +10,6 @@ None means undecided, which is not treated as equal.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -253,14 +252,12 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     return equal_nodes([(gold.node, other.node)], rules)
 
 
-@functools.lru_cache(maxsize=64)
 def _asked(problem: str, unit: Unit) -> Unit | None:
     """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
     another."""
-    words = _ASKED.findall(problem) if unit.dimension and problem else ()
-    asked = {named for named in map(read_unit, words) if named is not None and named.dimension == unit.dimension}
-    factors = {named.factor for named in asked}
-    return asked.pop() if len(factors) == 1 and unit.factor not in factors else None
+    units = map(read_unit, _ASKED.findall(problem) if unit.dimension else ())
+    asked = {named.factor: named for named in units if named is not None and named.dimension == unit.dimension}
+    return asked.popitem()[1] if len(asked) == 1 and unit.factor not in asked else None
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:

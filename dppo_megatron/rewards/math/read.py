@@ -16,7 +16,7 @@ from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse
 from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_compound, read_number, read_unit
+from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_number, read_unit
 
 _SEPARATOR = (
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -60,9 +60,8 @@ _NAME = regex(
     rf"|{_ARROW}\s*\*\s*{_ARROW}|[A-Z]\s*\\c[au]p\s*[A-Z]"
     r"|(?:\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*)?(?:[A-Z]{1,4}|[a-z])\s*\}?|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
-_POINT = regex(  # A(1, 2) and -(1, 2)
-    r"(?:(?P<name>[A-Z](?:_\{?\w\}?)?'*)|(?P<scale>-|-?\d+|-?\\frac\{\d+\}\{\d+\}))\s*(?P<at>\(.*,.*\))"
-)
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_NEXT_MEASURE = regex(r"(?<=[A-Za-z}])\.?\s*(?:\\text\{\s*and\s*\}|and\b)?\s*(?=\d)")
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -86,11 +85,22 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     return read_words(text)
 
 
+def _read_compound(text: str, depth: int) -> Answer | None:
+    """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit. 3 m and 5 m are two."""
+    parts = [part for part in _NEXT_MEASURE.split(text) if part.strip()] if text[0].isdigit() else []
+    read = [_read_value(part, depth) for part in parts] if 1 < len(parts) < 5 else []
+    values = [one for one in read if isinstance(one, Value) and one.node[0] == "n"]
+    units = [one.unit for one in values if one.unit and one.unit.dimension]
+    if not units or len(units) < len(parts) or len({unit.dimension for unit in units}) > 1:
+        return None
+    sizes = [one.node[1] * unit.factor for one, unit in zip(values, units, strict=True)]
+    pairs = zip(itertools.pairwise(units), sizes[1:], strict=True)
+    are_parts = all(size <= above.factor > unit.factor for (above, unit), size in pairs)
+    return Value(("n", sum(sizes) / units[-1].factor), units[-1]) if are_parts else None
+
+
 def _read_text(text: str, depth: int) -> Answer | None:
-    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts, and a
-    measure of several parts, which is not read as a list."""
-    if compound := read_compound(text):
-        return Value(("n", compound[0]), compound[1])
+    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts."""
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
     is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
@@ -270,11 +280,10 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return _set(text[2:-2].strip(), depth)
     if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
         at = read_answer(point["at"], depth + 1)
-        if point["name"]:
+        if point["name"] != "-":
             return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
-        scale = parse(f"{point['scale']}1" if point["scale"] == "-" else point["scale"])
         sides = [item.node for item in at.items if isinstance(item, Value)] if isinstance(at, AnswerList) else []
-        return AnswerList("tuple", tuple(Value(("*", scale, side)) for side in sides)) if sides else None
+        return AnswerList("tuple", tuple(Value(("-", side)) for side in sides)) if sides else None
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")
@@ -363,6 +372,6 @@ def _measure(node: Node, unit: Unit | None) -> Value:
 
 
 _READERS = (
-    *(_read_cases, read_special, _read_text, _read_list, _read_sets),
+    *(_read_cases, read_special, _read_compound, _read_text, _read_list, _read_sets),
     *(_read_signs, _read_relation, _read_bracketed, _read_value),
 )
