@@ -114,7 +114,7 @@ def test_the_unit_is_the_one_that_is_asked_for(problem: str) -> None:
 
 
 def test_a_measure_has_parts() -> None:
-    """Each smaller than the unit before it, in any spelling; a letter, or a part that is missing, is another measure."""
+    """Each smaller than the unit before it, in any spelling; without one of them it is another measure."""
     for hours, minutes in itertools.product((1, 2, 11), (5, 30, 59)):
         spelled = [f"{hours} h {minutes} min", rf"{hours}\text{{ hours and }}{minutes}\text{{ minutes}}"]
         spelled += [f"{hours}h{minutes}min", rf"{hours} \text{{ hr. }} {minutes} \text{{ min.}}"]

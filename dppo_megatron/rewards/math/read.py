@@ -61,7 +61,8 @@ _NAME = regex(
     r"|(?:\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*)?(?:[A-Z]{1,4}|[a-z])\s*\}?|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
 )
 _POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
-_NEXT_MEASURE = regex(r"(?<=[A-Za-z}])\.?\s*(?:\\text\{\s*and\s*\}|and\b)?\s*(?=\d)")
+_PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
+_COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -87,16 +88,14 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 def _read_compound(text: str, depth: int) -> Answer | None:
     """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit. 3 m and 5 m are two."""
-    parts = [part for part in _NEXT_MEASURE.split(text) if part.strip()] if text[0].isdigit() else []
-    read = [_read_value(part, depth) for part in parts] if 1 < len(parts) < 5 else []
-    values = [one for one in read if isinstance(one, Value) and one.node[0] == "n"]
-    units = [one.unit for one in values if one.unit and one.unit.dimension]
-    if not units or len(units) < len(parts) or len({unit.dimension for unit in units}) > 1:
+    plain = IN_TEXT.sub(r" \1 ", text).strip()
+    parts = re.findall(_PART_OF_MEASURE, plain) if _COMPOUND.fullmatch(plain) else []
+    measures = [(Fraction(number), unit) for number, words in parts if (unit := read_unit(words)) and unit.dimension]
+    sizes = [(number * unit.factor, unit.factor) for number, unit in measures]
+    are_parts = all(part <= above > unit for (_, above), (part, unit) in itertools.pairwise(sizes))
+    if not parts or len(measures) < len(parts) or len({unit.dimension for _, unit in measures}) > 1 or not are_parts:
         return None
-    sizes = [one.node[1] * unit.factor for one, unit in zip(values, units, strict=True)]
-    pairs = zip(itertools.pairwise(units), sizes[1:], strict=True)
-    are_parts = all(size <= above.factor > unit.factor for (above, unit), size in pairs)
-    return Value(("n", sum(sizes) / units[-1].factor), units[-1]) if are_parts else None
+    return Value(("n", sum(size for size, _ in sizes) / sizes[-1][1]), measures[-1][1])
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
