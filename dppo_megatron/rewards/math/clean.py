@@ -129,8 +129,7 @@ _RULES = {
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
     r"\\not\s*=": r"\\ne ",
     r"\^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
-    r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])": r"\\degree ",
-    r"\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])": r"\\degree ",
+    r"\^?\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\(?:circ|degree)|(?<=\d)\\circ)(?![A-Za-z])": r"\\degree ",
     r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
     r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",

@@ -189,8 +189,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
-        one, two = ([item.value if isinstance(item, Named) else item for item in side] for side in (items, others))
-        return kinds <= {"tuple", "list"} and _up_to_a_parameter(one, two, set(), rules)
+        bare = _as_named(items, ()), _as_named(others, ())
+        return kinds <= {"tuple", "list"} and _up_to_a_parameter(*bare, set(), rules)
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)

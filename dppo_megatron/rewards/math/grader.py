@@ -117,8 +117,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
-    stated = _CHOICE_WITH_VALUE.fullmatch(IN_TEXT.sub(r"\1", reference).strip())
-    if stated and not _CHOICE.fullmatch(without_sentence(IN_TEXT.sub(r"\1", other).strip())):
+    if stated := _CHOICE_WITH_VALUE.fullmatch(IN_TEXT.sub(r"\1", reference).strip()):
         reference = stated["value"]
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product

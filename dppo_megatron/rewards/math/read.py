@@ -36,8 +36,7 @@ _MONEY = regex(
     rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
 )
 _PARTS = (
-    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
-    " remainder"
+    "max min(?!u) cent(?!s) radi vert foc area peri slope mean medi quot remain length width height domain range ampl"
 )
 _LABEL = regex(
     r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
@@ -51,14 +50,12 @@ _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
-_ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
+_ARROW = r"\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*(?:[A-Z]{1,4}|[a-z])\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
-    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
-    r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    rf"|{_ARROW}\s*\*\s*{_ARROW}|[A-Z]\s*\\c[au]p\s*[A-Z]"
-    r"|(?:\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*)?(?:[A-Z]{1,4}|[a-z])\s*\}?|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
 _POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
 _PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
@@ -86,7 +83,7 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     return read_words(text)
 
 
-def _read_compound(text: str, depth: int) -> Answer | None:
+def _read_compound(text: str) -> Answer | None:
     """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit. 3 m and 5 m are two."""
     plain = IN_TEXT.sub(r" \1 ", text).strip()
     parts = re.findall(_PART_OF_MEASURE, plain) if _COMPOUND.fullmatch(plain) else []
@@ -99,7 +96,10 @@ def _read_compound(text: str, depth: int) -> Answer | None:
 
 
 def _read_text(text: str, depth: int) -> Answer | None:
-    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts."""
+    """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts, and a
+    measure of several parts, which is not read as a list."""
+    if compound := _read_compound(text):
+        return compound
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
     is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
@@ -123,7 +123,7 @@ def _read_list(text: str, depth: int) -> Answer | None:
         )
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
-        return None
+        return _read_signs(text, depth)
     read = [read_answer(part, depth + 1) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
@@ -216,7 +216,7 @@ def _read_signs(text: str, depth: int) -> Answer | None:
     for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
         spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
         spelled = spelled.replace("\\mp", "-" if signs[0] == "+" else "+")
-        read.append(read_answer(re.sub(r"\A\s*\+|(?<=[=(,])\s*\+", " ", spelled), depth + 1))
+        read.append(read_answer(spelled.lstrip(" +"), depth + 1))
     return AnswerList("list", tuple(_flat(read)), signs=True)
 
 
@@ -370,7 +370,4 @@ def _measure(node: Node, unit: Unit | None) -> Value:
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)
 
 
-_READERS = (
-    *(_read_cases, read_special, _read_compound, _read_text, _read_list, _read_sets),
-    *(_read_signs, _read_relation, _read_bracketed, _read_value),
-)
+_READERS = (_read_cases, read_special, _read_text, _read_list, _read_sets, _read_relation, _read_bracketed, _read_value)
