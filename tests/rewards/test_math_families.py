@@ -141,6 +141,7 @@ CASES = [
     *case(r"\textbf{(E)}\ 26", right=["26", "E", "(E) 26"], wrong=["25", "D", "(D) 26", "D: 26"]),
     *case("2^n-1, n \\geq 1", right=["2^n-1", "2^n-1, n \\ge 1"], wrong=["2^n+1", "2^n-1, n \\ge 2"]),
     *case("x=3, y \\ge 2", right=["x=3, y \\ge 2"], wrong=["x=3", "3"]),
+    *case("f(x)=x^2, x>0", right=["f(x) = x^2, x>0"], wrong=["f(x)=x^2", "f(x)=x^2, x<0"]),
     *case("2^n-1", right=["2^n - 1"], wrong=["2^n-1, n > 5"]),
     *case(r"\{0,1\}", right=[r"A \cap B = \{0,1\}", r"A\cup B=\{1,0\}"], wrong=[r"A \cap B = \{0\}"]),
     *case(r"A \cap B = \{0,1\}", right=[r"\{0,1\}"], wrong=[r"A \cup B = \{0,1\}"]),
@@ -151,7 +152,9 @@ CASES = [
         wrong=[r"\frac12 \text{ or } 2"],
     ),
     *case("5", right=[r"2^{100} \equiv 5 \pmod 7", r"\equiv 5 \pmod{7}"], wrong=[r"2^{100} \equiv 2 \pmod 7"]),
-    *case(r"n \equiv 1 \pmod 4", right=[r"n \equiv 1 \pmod{4}"], wrong=[r"n^2 \equiv 1 \pmod 4"]),
+    *case(
+        r"n \equiv 1 \pmod 4", right=[r"n \equiv 1 \pmod{4}"], wrong=[r"n^2 \equiv 1 \pmod 4", r"5 \equiv 1 \pmod 4"]
+    ),
     *case(r"\frac{2\sqrt3}{3}", right=[r"\mathbf{\frac{2\sqrt{3}}{3}}", r"\text{$\frac{2\sqrt{3}}{3}$}"], wrong=[]),
     *case("1", right=[r"\text{maximum value } 1", r"\text{remainder } 1"], wrong=[r"\text{at most } 1"]),
     *case("x=3+7t, y=1-2t", right=["x=3+7k, y=1-2k", "(3+7s,1-2s)"], wrong=["x=3+7k, y=1-2t", "x=3-7k, y=1-2k"]),

@@ -163,7 +163,7 @@ def _count(answer: Answer) -> int:
 def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False, is_gold: bool = False) -> Answer:
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
     (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one. An
-    excluded value may follow an expression (`x \\ne 0`), and any condition on its letter that of a reference."""
+    excluded value may follow an expression (`x \\ne 0`), and a condition on a whole number that of a reference."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
@@ -176,7 +176,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
                 return read
     if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2:
         first, where = answer.items
-        if isinstance(where, Intervals) and where.name in letters(first) and (is_gold or "\\ne" in text):
+        name = where.name if isinstance(where, Intervals) else ""
+        if name in letters(first) and ("\\ne" in text or (is_gold and name in "ijklmn")):
             return first
     return answer
 

@@ -117,10 +117,8 @@ def _read_list(text: str, depth: int) -> Answer | None:
     labels, contents = labelled[::2], labelled[1::2]
     is_counted = any(sorted(labels) == every.split()[: len(labels)] for every in _PART_LABELS)
     if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
-        pairs = zip(labels, contents, strict=True)
-        return AnswerList(
-            "list", tuple(answers.Named(f"{label}:", read_answer(one, depth + 1)) for label, one in pairs)
-        )
+        items = [read_answer(content, depth + 1) for content in contents]
+        return AnswerList("list", tuple(answers.Named(f"{at}:", one) for at, one in zip(labels, items, strict=True)))
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
         return _read_signs(text, depth)
