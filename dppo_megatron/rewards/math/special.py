@@ -38,7 +38,7 @@ _SENTENCE = regex(
     r"(?:\s*\}\s*|\s+)(?P<rest>(?!not\b|at\b|neither\b|either\b).+)"
 )
 _HALF_LINE = regex(r"([a-z]?)\\mathbb\{R\}\s*(?:\^\s*\{?\s*([+-])\s*\}?|_\s*\{?\s*(?:([<>]|\\[lg]e)\s*0|[+])\s*\}?)")
-_RESIDUE = r"(?:-|\\pm(?![a-z]))?\s*+\d{1,9}"
+_RESIDUE = r"[-+]?\s*+\d{1,9}"
 _CONGRUENCE = regex(
     rf"(?:(?:(?P<name>[a-zA-Z])|(?P<number>[\d^{{}}()+*! -]*+))\s*+(?:\\equiv|=)\s*+)?(?P<residues>{_RESIDUE}"
     rf"(?:\s*+(?:(?:,\s*+)?(?:\\text\{{\s*+)?(?:and|or)\s*+\}}?\s*+|,\s*+){_RESIDUE})*+)\s*+"
@@ -114,8 +114,7 @@ def read_special(text: str, depth: int) -> Answer | None:
 
 def _residues(text: str, modulus: int) -> Answer | None:
     """The numbers that are congruent to one of the residues in `text`."""
-    numbers = re.findall(_RESIDUE, re.sub(r"\\pm\s*(\d+)", r"\1, -\1", text).replace(" ", ""))
-    residues = {int(number) % modulus for number in numbers} if modulus else set()
+    residues = {int(number) % modulus for number in re.findall(_RESIDUE, text.replace(" ", "")) if modulus}
     period = ("*", ("n", Fraction(modulus)), ("s", "_"))  # `_` stands for every whole number
     found = tuple(Value(("+", period, ("n", Fraction(residue)))) for residue in sorted(residues))
     return AnswerList("set", found) if len(found) > 1 else found[0] if found else None
