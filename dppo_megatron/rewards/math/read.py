@@ -45,7 +45,7 @@ _LABEL = regex(
 )
 _PART_LABEL = regex(r"[\s,;.]*(?:\\text\{[\s,;.]*(?:and\b)?\s*)?\((\d\d?|[a-h]|i{1,3}|iv|v)\)\s*\}?\s*")
 _PART = regex(r"(?![\^*/+=<>_!)]).*[^-+*/=<>(\s]\s*", re.DOTALL)
-_PART_LABELS = ("1 2 3 4 5 6 7 8 9", "a b c d e f g h", "i ii iii iv v")
+_PART_LABELS = (" ".join(map(str, range(1, 100))), "a b c d e f g h", "i ii iii iv v")
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
@@ -115,7 +115,7 @@ def _read_list(text: str, depth: int) -> Answer | None:
     """Several answers, or conditions, which are combined."""
     before, *labelled = _PART_LABEL.split(text)
     labels, contents = labelled[::2], labelled[1::2]
-    is_counted = any(sorted(labels) == every.split()[: len(labels)] for every in _PART_LABELS)
+    is_counted = any({*labels} == {*every.split()[: len(labels)]} for every in _PART_LABELS)
     if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
         items = [read_answer(content, depth + 1) for content in contents]
         return AnswerList("list", tuple(answers.Named(f"{at}:", one) for at, one in zip(labels, items, strict=True)))
