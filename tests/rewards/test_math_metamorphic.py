@@ -43,7 +43,7 @@ THINGS = (
     "people",
     "positive divisors",
     "ordered pairs",
-    "cm",
+    "volts",  # cm may be another unit than the problem asks for
     "square units",
     "years old",
 )

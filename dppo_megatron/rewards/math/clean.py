@@ -7,12 +7,9 @@ comparison. The regular expressions have no nested repetition, so they are linea
 
 from __future__ import annotations
 
-import bisect
 import functools
-import operator
 import re
 import unicodedata
-from collections.abc import Iterator
 
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Unreadable
@@ -42,7 +39,7 @@ _RAISED_OR_LOWERED = regex("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|[₀-₉]+
 _FONT = r"(?:math(?:rm|bf|it|sf|tt|cal)|boldsymbol|bm|pmb|rm|bf|operatorname\*?)"
 _TEXT = r"(?:text(?:rm|bf|it|normal|sf|tt|up)?|mbox|hbox|emph|underline)"
 _ORDINAL = "(?:st|nd|rd|th)"
-_TOTAL = r"(?:\{\s*(\d{2,4}|[3-9])\s*\}|([3-9]))"  # C_1 and C_2 are constants
+_TOTAL = r"(?:\{\s*(\d{2,4}|[3-9]|\d?[mn])\s*\}|([3-9mn]))"  # C_1 and C_2 are constants
 _INDEX = r"(?:\{\s*(\w+)\s*\}|(\w))"
 # words before an answer that do not change it
 _FILLER = (
@@ -79,6 +76,7 @@ _SPELLINGS = {
     " i": "imath",
     " j": "jmath",
     " T": "top",
+    "'": "prime",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
@@ -94,7 +92,7 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # pairs: a sign of several characters, and its spelling here
-_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} .".split()  # noqa: SIM905
+_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} :".split()  # noqa: SIM905
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
@@ -107,7 +105,6 @@ _RULES = {
     r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
-    r"\\text\{\s*(?:minus|negative) infinity\s*\}": r"-\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
@@ -131,8 +128,8 @@ _RULES = {
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
     r"\\not\s*=": r"\\ne ",
-    r"\^\s*\{\s*\\(?:circ|degree)\s*\}|\^\s*\\(?:circ|degree)(?![A-Za-z])": r"\\degree ",
-    r"\{\\circ\}|(?<=\d)\\circ(?![A-Za-z])": r"\\degree ",
+    r"\^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
+    r"\^?\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\(?:circ|degree)|(?<=\d)\\circ)(?![A-Za-z])": r"\\degree ",
     r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
     r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
@@ -142,8 +139,7 @@ _RULES = {
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
-    rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*(?:\{{\s*(\d+)\s*\}}|(\d))": r"\\binom{\1\2}{\3\4}",
-    r"(?<![\w\\])C\s*_\s*(?:\{\s*(\d?[mn])\s*\}|([mn]))\s*\^\s*(?:\{\s*([a-z])\s*\}|([a-z]))": r"\\binom{\1\2}{\3\4}",
+    rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
@@ -157,6 +153,7 @@ _RULES = {
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
     r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
     r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
@@ -180,9 +177,8 @@ _COMPILED = [(regex(pattern), replacement) for pattern, replacement in _RULES.it
 _MAX_ITEMS = 100
 _REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
-_BRACKET = regex(
-    r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\.", re.DOTALL
-)
+_A_BRACKET = r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\."
+_BRACKET = regex(_A_BRACKET, re.DOTALL)
 
 
 def to_ascii(text: str) -> str:
@@ -244,20 +240,16 @@ def _without_wrapping(text: str) -> str:
     return text
 
 
-def _levels(text: str, start: int = 0, shapes: str = "") -> Iterator[tuple[int, int]]:
-    """For each bracket, the nesting depth after it and the position after it. Any opening and closing bracket make a
-    pair, as in `[0,1)`. If `shapes` is not empty, only brackets in it count."""
-    depth = 0
+def closing(text: str, start: int = 0) -> int:
+    """Where the bracket at `start` is closed, -1 if it is not. Any opening and closing bracket make a pair, as in
+    `[0,1)`, but a brace can be closed only by a brace."""
+    depth, shapes = 0, "{}" if text[start] == "{" else ""
     for bracket in _BRACKET.finditer(text, start):
         if not shapes or bracket.group() in shapes:
             depth += bool(bracket["opens"]) - bool(bracket["closes"])
-            yield depth, bracket.end()
-
-
-def closing(text: str, start: int = 0) -> int:
-    """Where the bracket at `start` is closed, -1 if it is not. A brace can be closed only by a brace."""
-    levels = _levels(text, start, "{}" if text[start] == "{" else "")
-    return next((end - 1 for depth, end in levels if depth < 1), -1)
+            if depth < 1:
+                return bracket.end() - 1
+    return -1
 
 
 def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
@@ -268,16 +260,14 @@ def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
         >>> split_top("(1,2), [3,4)", ",")
         ['(1,2)', ' [3,4)']
     """
-    if not re.search(separators, text):
-        return [text]
-    levels = [(0, 0), *_levels(text)]
-    if levels[-1][0] or min(levels)[0] < 0:
-        return [text]
-    parts, begin = [], 0
-    for found in re.finditer(separators, text):
-        if not levels[bisect.bisect(levels, found.start(), key=operator.itemgetter(1)) - 1][0]:
+    parts, begin, depth = [], 0, 0
+    for found in re.finditer(f"(?P<between>{separators})|{_A_BRACKET}", text, re.DOTALL):
+        depth += bool(found["opens"]) - bool(found["closes"])
+        if depth < 0:
+            return [text]
+        if found["between"] and not depth:
             parts += [text[begin : found.start()], found.group()] if keep else [text[begin : found.start()]]
             begin = found.end()
     if len(parts) >= _MAX_ITEMS * (1 + keep):
         raise Unreadable("too many items")
-    return [*parts, text[begin:]]
+    return [text] if depth else [*parts, text[begin:]]

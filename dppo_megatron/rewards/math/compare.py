@@ -27,7 +27,7 @@ _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|\\.*|.*:")
+_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
 _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
@@ -51,7 +51,7 @@ def equal(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     """x = 5 equals 5, but not y = 5; f(x) = 2x equals y = 2x; y = 2x + 3 equals y - 2x = 3."""
-    mine, theirs = _letters(gold), _letters(other)
+    mine, theirs = letters(gold), letters(other)
     if "_" in mine | theirs and (not mine or (isinstance(gold, Named) and gold.name in theirs)):
         return False  # `n is even` is neither 0 nor 2n
     if isinstance(gold, Named) and isinstance(other, Named):
@@ -68,12 +68,12 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
     return left is not None and right is not None and _relations(left, right, rules)
 
 
-def _letters(answer: Answer) -> frozenset[str]:
+def letters(answer: Answer) -> frozenset[str]:
     """The variables in its values; "_" for a residue class."""
     if isinstance(answer, Named):
-        return _letters(answer.value)
+        return letters(answer.value)
     if isinstance(answer, AnswerList):
-        return frozenset().union(*map(_letters, answer.items))
+        return frozenset().union(*map(letters, answer.items))
     return frozenset(symbols(answer.node)) if isinstance(answer, Value) else frozenset()
 
 
@@ -164,6 +164,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         assert isinstance(row, AnswerList)
         if row.kind in ("tuple", "grid") and isinstance(plain, Value):
             return _is_sum_of(row, plain, rules)
+        if row is other and row.signs:  # 1/2 or 50 %
+            return all(equal(gold, item, rules) for item in row.items)
         if row.kind != "set" or len(row.items) != 1:
             return False
         return equal(row.items[0], plain, rules) if row is gold else equal(plain, row.items[0], rules)  # {5} and 5
@@ -187,7 +189,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
-        return kinds == {"tuple"} and _up_to_a_parameter(items, others, set(), rules)
+        bare = _as_named(items, ()), _as_named(others, ())
+        return kinds <= {"tuple", "list"} and _up_to_a_parameter(*bare, set(), rules)
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)
@@ -198,11 +201,11 @@ def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
     rows = [row.items for row in point.items if isinstance(row, AnswerList) and point.kind == "grid"]
     items = [*itertools.chain(*rows)] or point.items
     sides = [item.node for item in items if isinstance(item, Value)]
-    letters = sorted(_UNIT_VECTORS)[: len(items)]
-    if not len(items) == len(sides) == len(letters) or letters != sorted(symbols(value.node) & _UNIT_VECTORS):
+    axes = sorted(_UNIT_VECTORS)[: len(items)]
+    if not len(items) == len(sides) == len(axes) or axes != sorted(symbols(value.node) & _UNIT_VECTORS):
         return False
     total: Node = ("n", Fraction(0))
-    for letter, side in zip(letters, sides, strict=True):
+    for letter, side in zip(axes, sides, strict=True):
         total = ("+", total, ("*", ("s", letter), side))
     return equal_nodes([(total, value.node)], rules)
 

@@ -34,6 +34,7 @@ _ENOUGH = 3  # points at which two functions have to be equal; four times as man
 _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its own, which take milliseconds once
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
+_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
@@ -231,8 +232,8 @@ class Rules:
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; an answer without a unit is taken in the reference's."""
-    gold_unit = gold.unit or rules.unit or _NO_UNIT
     other_unit = other.unit or _NO_UNIT
+    gold_unit = gold.unit or rules.unit or _asked(rules.problem, other_unit) or _NO_UNIT
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
@@ -251,12 +252,21 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     return equal_nodes([(gold.node, other.node)], rules)
 
 
+def _asked(problem: str, unit: Unit) -> Unit | None:
+    """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
+    another."""
+    units = map(read_unit, _ASKED.findall(problem) if unit.dimension else ())
+    asked = {named.factor: named for named in units if named is not None and named.dimension == unit.dimension}
+    return asked.popitem()[1] if len(asked) == 1 and unit.factor not in asked else None
+
+
 def _with_unit(node: Node, gold: Unit) -> Value | None:
-    """5m or 0.05 m without \\text, which were read as products, with their unit if it has the reference's dimension."""
-    if node[0] != "*" or node[2][0] != "s" or len(node[2][1]) > 2:
-        return None
-    unit = read_unit(node[2][1])
-    return Value(node[1], unit) if unit is not None and unit.dimension == gold.dimension else None
+    """5m or 5mL without \\text, which were read as products, with their unit if it has the reference's dimension."""
+    letters = ""
+    while node[0] == "*" and node[2][0] == "s":
+        node, letters = node[1], node[2][1] + letters
+    unit = read_unit(letters) if letters else None
+    return Value(node, unit) if unit is not None and unit.dimension == gold.dimension else None
 
 
 def _percents(gold: Value, gold_unit: Unit, other: Value, other_unit: Unit, rules: Rules) -> bool:

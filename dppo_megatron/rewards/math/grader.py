@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
-from dppo_megatron.rewards.math.compare import equal
+from dppo_megatron.rewards.math.compare import equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 _MAX_BOXES = 8  # so many are also compared one by one
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
-_STATED = regex(r"(?<=[\d}])\s*\\text\{\s*([A-Za-z]+)\s*\}\Z")  # with the reference 5 \text{mL}, 5mL is no product
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
 _OPPOSITES += ",rational irrational,acute obtuse right"
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
-    r"\(?([A-J])\s*(?:\)\s*(?:[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*\d)(?!.*\([A-J]\)).*"
+    r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
+    r"(?P<value>(?!.*\([A-J]\)).*)"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
@@ -113,10 +113,12 @@ def one_spelling(text: str) -> str:
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
     spelled = _GAP.sub("", other)
-    if spelled and spelled in (_GAP.sub("", reference), _GAP.sub("", _STATED.sub(r"\1", reference))):
+    if spelled and spelled == _GAP.sub("", reference):
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
+    if stated := _CHOICE_WITH_VALUE.fullmatch(IN_TEXT.sub(r"\1", reference).strip()):
+        reference = stated["value"]
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
@@ -150,7 +152,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):
-            gold = _respelled(reference, gold, _count(theirs))
+            gold = _respelled(reference, gold, _count(theirs), is_gold=True)
     return gold, theirs, unread
 
 
@@ -158,10 +160,10 @@ def _count(answer: Answer) -> int:
     return len(answer.items) if isinstance(answer, AnswerList) else 1
 
 
-def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False) -> Answer:
+def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False, is_gold: bool = False) -> Answer:
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one; an
-    excluded value may follow an expression (`x \\ne 0`)."""
+    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one. An
+    excluded value may follow an expression (`x \\ne 0`), and a condition on a whole number that of a reference."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
@@ -172,9 +174,11 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False)
             read = _read(spelled)[0]
             if read is not None and _count(read) == count:
                 return read
-    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2 and "\\ne" in text:
-        excluded = answer.items[1]  # with the name of its variable: in `x \\ne 0, \\mathbb{R}` nothing is excluded
-        return answer.items[0] if isinstance(excluded, Intervals) and excluded.name else answer
+    if isinstance(answer, AnswerList) and count == 1 and len(answer.items) == 2:
+        first, where = answer.items
+        name = where.name if isinstance(where, Intervals) else ""
+        if name in letters(first) and ("\\ne" in text or (is_gold and name in "ijklmn")):
+            return first
     return answer
 
 

@@ -63,9 +63,8 @@ def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     """The numbers in the relation `op` to `bound`."""
     below = answers.Piece(MINUS_INFINITY, False, bound, op == "\\le")
     above = answers.Piece(bound, op == "\\ge", answers.INFINITY, False)
-    if op == "\\ne":
-        return answers.Intervals((below, above), name)
-    return answers.Intervals((below if op in ("<", "\\le") else above,), name)
+    pieces = (below,) if op in ("<", "\\le") else (above,) if op in (">", "\\ge") else (below, above)
+    return answers.Intervals(pieces, name)
 
 
 def half_lines(answer: Answer) -> list[Answer]:

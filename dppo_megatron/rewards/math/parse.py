@@ -4,13 +4,12 @@ not understood raises `Unreadable`: a wrong guess would be a wrong reward."""
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable
 from fractions import Fraction
 
 from dppo_megatron.rewards.math import regex
-from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, symbols
+from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, substituted, symbols, walk
 from dppo_megatron.rewards.math.clean import GREEK
 from dppo_megatron.rewards.math.units import MAX_DIGITS, MAX_EXPONENT
 
@@ -21,14 +20,12 @@ _NAMED = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln exp abs
 _FUNCTIONS = frozenset(_NAMED.split())
 _RECIPROCALS = {"cot": "tan", "sec": "cos", "csc": "sin"}
 _WORD_CONSTANTS = {"pi": "pi", "infty": "inf", "infinity": "inf", "inf": "inf"}
-_LETTERS = f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot prime partial nabla"
-_NAMES = frozenset(_LETTERS.split())
+_NAMES = frozenset(f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hbar ell odot partial nabla".split())
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
 _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
-_PRIMES = regex(r"(?:\s*(?:'|\^\s*\{\s*(?:\\prime\s*)+\}|\^\s*\\prime(?![A-Za-z])))+")
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a closed bracket, but not a choice letter's; 2!3!, 2^{3}3
 # n(-1)^n is n times a power, v(0)^2 is the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
@@ -57,24 +54,6 @@ def parse(text: str) -> Node:
     if rest := text[reader.position :].strip(" "):
         raise Unreadable(f"at {reader.position}: {rest[:12]!r}")
     return node
-
-
-def parse_signs(text: str) -> list[Node]:
-    """The trees of all expressions that one with plus-minus signs stands for, at most 8; `\\mp` has the opposite sign.
-
-    Example:
-        >>> len(parse_signs("1 \\pm \\sqrt{19}"))
-        2
-    """
-    first, *others = re.split(r"\\pm(?![A-Za-z])|\+\s*/-", text)
-    opposed = "\\mp" in text
-    if len(others) > 3 or (opposed and len(others) > 1):
-        raise Unreadable("too many plus-minus signs")
-    trees = []
-    for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
-        spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
-        trees.append(parse(spelled.replace("\\mp", "-" if signs[0] == "+" else "+") if opposed else spelled))
-    return trees
 
 
 class _Reader:
@@ -236,7 +215,9 @@ class _Reader:
                 raise Unreadable(f"a {kind} without bounds")
         body = self.product()
         self._bound.discard(name)
-        return ("big", kind, name, bounds["_"], bounds["^"], body)
+        # the letter does not matter: two sums that differ in it are one tree
+        letter = f"index {sum(part[0] == 'big' for part in walk(body))}"
+        return ("big", kind, letter, bounds["_"], bounds["^"], substituted(body, {name: ("s", letter)}))
 
     def _of_several(self, name: str) -> Node:
         """max, min, gcd or lcm of several expressions in brackets of any kind."""
@@ -291,9 +272,8 @@ class _Reader:
         """A symbol's name with its index and primes: x_{1}'."""
         if self._take("_"):
             name += "_" + self._raw_argument()
-        if match := _PRIMES.match(self.text, self.position):
-            self.position = match.end()
-            name += "'" * len(re.findall(r"'|\\prime", match.group()))
+        while self._take("'"):
+            name += "'"
         return name
 
     def _function(self, name: str) -> Node:

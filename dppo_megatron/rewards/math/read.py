@@ -14,9 +14,9 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreadable, Value, symbols
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
-from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse, parse_signs
+from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse
 from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
-from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_compound, read_number, read_unit
+from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_number, read_unit
 
 _SEPARATOR = (
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
@@ -36,27 +36,30 @@ _MONEY = regex(
     rf"(-?)\s*\\(?P<sign>{'|'.join(CURRENCIES)})(?![a-z])\s*(?P<behind>.+)|(?P<before>.+?)\s*\\(?P<currency>{'|'.join(CURRENCIES)})"
 )
 _PARTS = (
-    "max min(?!u) cent(?!s) radius vert foc area peri slope mean median quotient length width height domain range ampl"
+    "max min(?!u) cent(?!s) radi vert foc area peri slope mean medi quot remain length width height domain range ampl"
 )
 _LABEL = regex(
     r"(?:\\text\{\s*)?((?!Not|Wrong|False|Minus|Negative)[A-Z][A-Za-z' ]{0,30}):\s*\}?\s*(?=[-\d\\(])(.+)"
-    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)\s*\}}\s*(?=[-\d\\(])(.+)",
+    rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)(?: value)?\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
-_NUMBERED = regex(r"\s*(?:\\text\{)?\s*\((\d\d?)\)\s*\}?\s*([^\s}].*)", re.DOTALL)
+_PART_LABEL = regex(r"[\s,;.]*(?:\\text\{[\s,;.]*(?:and\b)?\s*)?\((\d\d?|[a-h]|i{1,3}|iv|v)\)\s*\}?\s*")
+_PART = regex(r"(?![\^*/+=<>_!)]).*[^-+*/=<>(\s]\s*", re.DOTALL)
+_PART_LABELS = (" ".join(map(str, range(1, 100))), "a b c d e f g h", "i ii iii iv v")
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)
 _CONDITION = regex(r"[,;]?\s*&\s*|\s*[,;]?\s*(?:\\text\{\s*,?\s*(?=(?:if|for|when)\b)|(?:if|for|when)\b)")
 _OTHERWISE = answers.Words("otherwise")
 _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\))?\s*"
-_ARROW = r"\\(?:vec|hat)\s*\{?\s*[A-Za-z]{1,2}\s*\}?"
+_ARROW = r"\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*(?:[A-Z]{1,4}|[a-z])\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
     rf"|\({_MEMBER}(?:,{_MEMBER})*\)"
-    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|[a-z]_\{\s*\\(?:max|min)\s*\}"
-    r"|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
-    rf"|{_ARROW}\s*\*\s*{_ARROW}"
-    r"|(?:\\(?:overline|vec)\s*\{)?[A-Z]{2,4}\}?|\\(?:overline|hat|vec|tilde)\s*\{?\s*[A-Za-z]\s*\}?|\\angle\s*[A-Z]{1,3}|\\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\}"
+    r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
+    rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
+_COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
 _TERM = regex(r"\d+(?:\.\d+)?(?:/\d+)?|[a-z]", re.ASCII)
 
@@ -67,7 +70,7 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     text = text.strip()
     if depth > 6 or not text:
         raise Unreadable("nested too deeply" if text else "empty")
-    if depth and (label := _LABEL.fullmatch(text)):
+    if (label := _LABEL.fullmatch(text)) and (depth or label[3]):
         return answers.Named((label[1] or label[3]).lower() + ":", read_answer(label[2] or label[4], depth + 1))
     if (depth == 0 and text[0].isalpha()) or text.startswith("\\text"):
         text = without_sentence(text)
@@ -80,31 +83,45 @@ def read_answer(text: str, depth: int = 0) -> Answer:
     return read_words(text)
 
 
+def _read_compound(text: str) -> Answer | None:
+    """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit. 3 m and 5 m are two."""
+    plain = IN_TEXT.sub(r" \1 ", text).strip()
+    parts = re.findall(_PART_OF_MEASURE, plain) if _COMPOUND.fullmatch(plain) else []
+    measures = [(Fraction(number), unit) for number, words in parts if (unit := read_unit(words)) and unit.dimension]
+    sizes = [(number * unit.factor, unit.factor) for number, unit in measures]
+    are_parts = all(part <= above > unit for (_, above), (part, unit) in itertools.pairwise(sizes))
+    if not parts or len(measures) < len(parts) or len({unit.dimension for _, unit in measures}) > 1 or not are_parts:
+        return None
+    return Value(("n", sum(size for size, _ in sizes) / sizes[-1][1]), measures[-1][1])
+
+
 def _read_text(text: str, depth: int) -> Answer | None:
     """An answer, or a list of words, inside \\text{...}. Also three or more capital letters, whose order counts, and a
     measure of several parts, which is not read as a list."""
-    if compound := read_compound(text):
-        return Value(("n", compound[0]), compound[1])
+    if compound := _read_compound(text):
+        return compound
     if re.fullmatch("[A-Z]{3,}", text):
         return answers.Words(text.lower())
-    match = IN_TEXT.fullmatch(text)
-    inner = match[1].strip() if match else ""
+    is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
+    inner = text[6:-1].strip() if is_text else ""
     names = re.split(_SEPARATOR, inner)
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
-    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]", inner)
+    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
     return read_answer(inner, depth + 1) if is_answer else None
 
 
 def _read_list(text: str, depth: int) -> Answer | None:
     """Several answers, or conditions, which are combined."""
+    before, *labelled = _PART_LABEL.split(text)
+    labels, contents = labelled[::2], labelled[1::2]
+    is_counted = any({*labels} == {*every.split()[: len(labels)]} for every in _PART_LABELS)
+    if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
+        items = [read_answer(content, depth + 1) for content in contents]
+        return AnswerList("list", tuple(answers.Named(f"{at}:", one) for at, one in zip(labels, items, strict=True)))
     parts = split_top(text, _SEPARATOR)
     if len(parts) == 1:
-        return None
-    numbered = [match for match in map(_NUMBERED.fullmatch, parts) if match]
-    if sorted(int(match[1]) for match in numbered) == [*range(1, len(parts) + 1)]:  # (1) 4; (2) 7
-        named = (answers.Named(f"{match[1]}:", read_answer(match[2], depth + 1)) for match in numbered)
-        return AnswerList("list", tuple(named))
+        return _read_signs(text, depth)
     read = [read_answer(part, depth + 1) for part in parts if part.strip()]
     if not read:
         raise Unreadable("separators without items")
@@ -159,6 +176,8 @@ def _read_cases(text: str, depth: int) -> Answer | None:
 
 def _read_sets(text: str, depth: int) -> Answer | None:
     """`x \\in` a set, unions, and the difference of two sets of real numbers."""
+    if len(split_top(text, "=")) > 1:
+        return None
     name, *sets = split_top(text, r"\\in(?![A-Za-z])")
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
@@ -180,6 +199,23 @@ def _read_sets(text: str, depth: int) -> Answer | None:
         return None
     rest = complement(_union([read_answer(part, depth + 1) for part in removed]))
     return rest and intersection(_union([read_answer(whole, depth + 1)]), rest)
+
+
+def _read_signs(text: str, depth: int) -> Answer | None:
+    """What the text states for each choice of its plus-minus signs; `\\mp` has the opposite sign. In a set they are
+    those of its items: {\\pm 1, \\pm 2} has four."""
+    first, *others = re.split(r"\\pm(?![A-Za-z])|\+\s*/-", text)
+    opposed = "\\mp" in text
+    if not (others or opposed) or "\\{" in text:
+        return None
+    if len(others) > 4 or (opposed and len(others) > 1):
+        raise Unreadable("too many plus-minus signs")
+    read = []
+    for signs in itertools.product("+-", repeat=max(len(others), int(opposed))):
+        spelled = first + "".join(sign + part for sign, part in zip(signs, others, strict=False))
+        spelled = spelled.replace("\\mp", "-" if signs[0] == "+" else "+")
+        read.append(read_answer(spelled.lstrip(" +"), depth + 1))
+    return AnswerList("list", tuple(_flat(read)), signs=True)
 
 
 def _read_relation(text: str, depth: int) -> Answer | None:
@@ -239,6 +275,12 @@ def _equation(sides: list[str], depth: int) -> Answer:
 def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
+    if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
+        at = read_answer(point["at"], depth + 1)
+        if point["name"] != "-":
+            return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
+        sides = [item.node for item in at.items if isinstance(item, Value)] if isinstance(at, AnswerList) else []
+        return AnswerList("tuple", tuple(Value(("-", side)) for side in sides)) if sides else None
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")
@@ -255,11 +297,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         endless = "infty" in low + high or "infinity" in low + high
         if text[0] == "[" or text[-1] == "]" or endless:
             return answers.Intervals((answers.Piece(parse(low), text[0] == "[", parse(high), text[-1] == "]"),))
-    read = [read_answer(item, depth + 1) for item in items]
-    if any(isinstance(item, AnswerList) and item.signs for item in read):  # (\\pm 1, 2) are two points
-        choices = itertools.islice(itertools.product(*(_flat([item]) for item in read)), 16)
-        return AnswerList("list", tuple(AnswerList("tuple", choice) for choice in choices))
-    return AnswerList("tuple", tuple(read))
+    return AnswerList("tuple", tuple(read_answer(item, depth + 1) for item in items))
 
 
 def _set(inner: str, depth: int) -> Answer:
@@ -286,7 +324,7 @@ def _union(parts: Sequence[Answer]) -> answers.Intervals:
 
 
 def _read_value(text: str, depth: int) -> Answer | None:
-    """An expression with or without a unit; several if it has plus-minus signs."""
+    """An expression with or without a unit."""
     if money := _MONEY.fullmatch(text):
         amount = _read_value((money[1] or "") + (money["behind"] or money["before"]), depth)
         if isinstance(amount, Value) and not (amount.unit and amount.unit.words):
@@ -296,7 +334,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
     unit = read_unit(word["unit"]) if word and len(word["unit"]) > 1 else None
     if text[-1] != "%" and not letters and not (unit and unit.dimension):  # else 25 mph could be a product of letters
         with contextlib.suppress(Unreadable):
-            return _spread(parse_signs(text), None)
+            return _measure(parse(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
         words = IN_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
         if tail and re.search("[A-Za-z%]", words):
@@ -317,18 +355,14 @@ def _with_words(core: str, words: str) -> Answer | None:
     if unit is None:
         return None
     try:
-        nodes = [("n", value)] if value is not None else parse_signs(core)
+        node = ("n", value) if value is not None else parse(core)
     except Unreadable:
         return None
-    if factor != 1:
-        nodes = [("*", node, ("n", Fraction(factor))) for node in nodes]
-    return _spread(nodes, unit if unit.words else None)
+    return _measure(node if factor == 1 else ("*", node, ("n", Fraction(factor))), unit if unit.words else None)
 
 
-def _spread(nodes: list[Node], unit: Unit | None) -> Answer:
-    if len(nodes) > 1:
-        return AnswerList("list", tuple(Value(node, unit) for node in nodes), signs=True)
-    (node,) = nodes
+def _measure(node: Node, unit: Unit | None) -> Value:
+    """The value in its unit, which may be the degree sign within the expression."""
     if node[0] == "-" and node[1][0] == "*" and node[1][2] == DEGREE:
         node = ("*", ("-", node[1][1]), DEGREE)
     return Value(node[1], read_unit("degrees")) if node[0] == "*" and node[2] == DEGREE else Value(node, unit)

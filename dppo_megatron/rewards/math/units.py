@@ -9,7 +9,6 @@ exponents: `5 choose 2` has no unit.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -198,11 +197,6 @@ _POWERS = {  # square metres and metres squared are metres^2
     regex(r"\s*\bsquared\b"): "^2",
     regex(r"\s*\bcubed\b"): "^3",
 }
-_PART = (
-    r"(\d+(?:\.\d+)?)\s*+(?:\\text\{)?\s*+([A-Za-z]++)\.?\s*+(?:and)?\s*+\}?\s*+"
-    r"(?:\\text\{\s*and\s*\}|and(?![a-z]))?\s*+"
-)
-_COMPOUND = regex(rf"(?:{_PART}){{2,4}}", re.ASCII)
 
 
 @functools.cache  # on first use: some hundred fractions would delay the import
@@ -311,17 +305,3 @@ def _known(words: str) -> tuple[str, Fraction]:
                 powers[name] = powers.get(name, 0) + times * power
     uncancelled = [(name, power) for name, power in sorted(powers.items()) if power]
     return " ".join(name if power == 1 else f"{name}^{power}" for name, power in uncancelled), factor
-
-
-def read_compound(text: str) -> tuple[Fraction, Unit] | None:
-    """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit."""
-    if not text[:1].isdigit() or not _COMPOUND.fullmatch(text):
-        return None
-    parts = [(Fraction(number), read_unit(words)) for number, words in re.findall(_PART, text)]
-    known = [(number, unit) for number, unit in parts if unit is not None and unit.dimension]
-    sizes = [(number * unit.factor, unit.factor) for number, unit in known]
-    # 3 m and 5 m are two lengths
-    are_parts = all(part <= above > unit for (_, above), (part, unit) in itertools.pairwise(sizes))
-    if len(known) < len(parts) or len({unit.dimension for _, unit in known}) > 1 or not are_parts:
-        return None
-    return sum((number * unit.factor for number, unit in known), Fraction(0)) / sizes[-1][1], known[-1][1]
