@@ -135,8 +135,7 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        optimism = self.fitted.optimism(ids, step) if self.fitted else np.zeros(len(ids))
-        growth = partial(_growth, score, lower, optimism, self._inflation())
+        growth = partial(_growth, np.sqrt(self._moment(ids, step)), self._inflation())
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
@@ -162,7 +161,7 @@ class DppoPromptPolicy(PromptPolicy):
         """Root of the expected second moment of a prompt's gradient, up to a common factor, [n]."""
         kind, arrays = self.config.score, self.history.arrays
         if self.fitted is not None:
-            return np.sqrt(self.fitted.expected(ids, step))
+            return np.sqrt(self.fitted.expected(ids, step, cautious=True))
         if kind == "mean_abs":
             return _for_unseen(arrays["mean_abs"][ids].astype(np.float64), self.history.seen(ids))
         if kind == "rms":
@@ -172,6 +171,10 @@ class DppoPromptPolicy(PromptPolicy):
         known = ~np.isnan(moment)
         moment = np.where(known, moment, moment[known].mean() if known.any() else 1.0)
         return np.sqrt(nondegenerate_probability(successes, failures, self.completions_per_prompt) * moment)
+
+    def _moment(self, ids: IntArray, step: int) -> FloatArray:
+        """Expected second moment as a sum over the batch needs it, up to a common factor, [n]."""
+        return np.square(self._score(ids, step)) if self.fitted is None else self.fitted.expected(ids, step)
 
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
         """Mean completion length of each prompt over the batch's, [n]; 1 for unseen prompts unless score=fit."""
@@ -189,15 +192,12 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
-        follows = (visits.planned > self.config.min_inclusion_prob + 1e-12) & (visits.planned < 1)
-        optimism = self.fitted.optimism(visits.ids, step) * follows if self.fitted else np.zeros(len(visits.ids))
         self.monitor.observe(
             moment[graded],
-            np.square(self._score(visits.ids, step))[graded],
+            self._moment(visits.ids, step)[graded],
             visits.lengths.mean(axis=1, dtype=np.float64)[graded],
             visits.inclusion[graded],
             visits.planned[graded],
-            optimism[graded],
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:
@@ -257,14 +257,9 @@ class PaperPromptPolicy(PromptPolicy):
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
 
 
-def _growth(
-    score: FloatArray, lower: FloatArray, optimism: FloatArray, inflation: float, inclusion_prob: FloatArray
-) -> float:
-    """Growth of the variance as the score predicts it, corrected for its optimism and by earlier steps' `inflation`."""
-    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)  # pi follows the score
-    missed = float(np.sum((optimism * squared)[follows] / inclusion_prob[follows]))
-    effect = design_effect(score, inclusion_prob) + (missed / float(np.sum(squared)) if missed else 0.0)
-    return 1.0 + (effect - 1.0) * inflation
+def _growth(score: FloatArray, inflation: float, inclusion_prob: FloatArray) -> float:
+    """Growth of the variance as the score predicts it, corrected by earlier steps' `inflation`."""
+    return 1.0 + (design_effect(score, inclusion_prob) - 1.0) * inflation
 
 
 def _least(lower: FloatArray) -> int:

@@ -251,6 +251,7 @@ class Selector:
             variance=variance,
             effect=offered.effect,
             offered=np.concatenate(state.offered),
+            offered_prob=offered.inclusion_prob,
             prompts=prompts,
             completion_prob=to_all_rows(completions.inclusion_prob / inverse_end_prob, rows, rollouts, fill=math.nan),
             has_support=has_support,
