@@ -38,7 +38,7 @@ _MOSTLY_ROLLOUT = 0.9
 """Share of rollout in a step above which completion pruning is reported as no help: it gains less than a ninth."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 _HEAD = ["method", "label", "prompts", "generated", "trained", "gen. tok", "train. tok", "s/step", "speed-up"]
-_HEAD += ["like for like", "one pair", "scale", "variance", "skipping", "imputed"]
+_HEAD += ["like for like", "its mean", "scale", "variance", "skipping", "imputed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +288,12 @@ def capacity_of(trace: Trace) -> StepCapacity | None:
 
 
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
-    """(low, high): between these is the speed-up of `one` over `base` to the same result.
+    """(low, high): between these is the speed-up of `one` over `base` to the same result, as 95 % of single pairs of
+    runs measure it, if `noise` is half of a 95 % interval of its logarithm (`compare.verdict.pair_noise`).
 
-    High is the ratio of the seconds of a step, for a run that more noise does not slow down (a batch above its critical
-    size). Low also divides by the growth of the variance, for a run that only noise limits: the steps that it needs are
-    proportional to it. None if one of them is biased: its result is another. This is the mean over runs; a single pair
-    differs by `noise` more, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
+    With noise 0, its mean over pairs. High is then the ratio of the seconds of a step, for a run that more noise does
+    not slow down (a batch above its critical size). Low also divides by the growth of the variance, for a run that only
+    noise limits: the steps that it needs are proportional to it. None if one of them is biased: its result is another.
 
     Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
@@ -335,15 +335,15 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
 
 def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
-    `noise`: see `like_for_like`; None: not known."""
+    `noise`: see `like_for_like`; None: not known, and so is how far a pair is from its mean."""
     rows = [_HEAD]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
-        between, measured = ("-" if one is None else f"{one[0]:.2f}-{one[1]:.2f}x" for one in (alike, pair))
+        shown = ["-" if each is None else f"{each[0]:.2f}-{each[1]:.2f}x" for each in (pair, alike)]
         counts = [f"{count:.1f}" for count in (p.prompts_generated, p.completions_generated, p.completions_trained)]
         tokens = [f"{count:.0f}" for count in (p.tokens_generated, p.tokens_trained)]
-        times = [f"{p.step_s:.3f}", f"{predictions[0].step_s / p.step_s:.2f}x", between, measured]
+        times = [f"{p.step_s:.3f}", f"{predictions[0].step_s / p.step_s:.2f}x", *shown]
         noises = [f"{value:.2f}" for value in (p.scale, p.variance_ratio, p.variance_skipping)]
         rows.append([p.method, p.label, *counts, *tokens, *times, *noises, f"{p.imputed_share:.0%}"])
     model = (
@@ -354,11 +354,11 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
 
 
 def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:
-    """The predictions as plain values; `noise` as in `like_for_like`, None: `one_pair` is null."""
+    """The predictions as plain values; `noise` as in `like_for_like`, None: that interval is null."""
     methods = []
     for p in predictions:
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
-        methods.append(asdict(p) | {"like_for_like": like_for_like(p, predictions[0]), "one_pair": pair})
+        methods.append(asdict(p) | {"like_for_like": pair, "like_for_like_mean": like_for_like(p, predictions[0])})
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 
