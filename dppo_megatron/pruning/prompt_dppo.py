@@ -135,11 +135,16 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        growth = partial(_growth, np.sqrt(self._moment(ids, step)), self._inflation())
+        growth = partial(self._growth, self._moment(ids, step), self._errors(ids, step))
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
         return _DrawPlan(score, cost, lower, pi, growth, note if pi.sum() > target + 0.5 else "")
+
+    def _growth(self, moment: FloatArray, errors: FloatArray, pi: FloatArray) -> float:
+        """Growth of the variance as the score predicts it, corrected for its errors and by earlier steps' growth."""
+        effect = design_effect(np.sqrt(moment), pi) * (1.0 + optimism(moment, errors, pi, self.config.min_inclusion_prob))
+        return 1.0 + (effect - 1.0) * self._inflation()
 
     def _inflation(self) -> float:
         measured = self.monitor.effect()
@@ -176,6 +181,9 @@ class DppoPromptPolicy(PromptPolicy):
         """Expected second moment as a sum over the batch needs it, up to a common factor, [n]."""
         return np.square(self._score(ids, step)) if self.fitted is None else self.fitted.expected(ids, step)
 
+    def _errors(self, ids: IntArray, step: int) -> FloatArray:
+        return np.zeros((len(ids), 1)) if self.fitted is None else self.fitted.errors(ids, step)
+
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
         """Mean completion length of each prompt over the batch's, [n]; 1 for unseen prompts unless score=fit."""
         if self.fitted is not None:
@@ -192,16 +200,19 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
+        expected, errors, weight = self._moment(visits.ids, step), self._errors(visits.ids, step), 1.0 / visits.inclusion
+        missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
         self.monitor.observe(
             moment[graded],
-            self._moment(visits.ids, step)[graded],
+            expected[graded],
             visits.lengths.mean(axis=1, dtype=np.float64)[graded],
             visits.inclusion[graded],
             visits.planned[graded],
+            missed,
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:
-            self.fitted.learn(visits.ids, visits.rewards, visits.lengths, moment, 1.0 / visits.inclusion, step)
+            self.fitted.learn(visits.ids, visits.rewards, visits.lengths, moment, weight, step)
         super()._learn(visits, step)
 
 
@@ -257,9 +268,30 @@ class PaperPromptPolicy(PromptPolicy):
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
 
 
-def _growth(score: FloatArray, inflation: float, inclusion_prob: FloatArray) -> float:
-    """Growth of the variance as the score predicts it, corrected by earlier steps' `inflation`."""
-    return 1.0 + (design_effect(score, inclusion_prob) - 1.0) * inflation
+def optimism(
+    moment: FloatArray, errors: FloatArray, pi: FloatArray, floor: float, weight: FloatArray | float = 1.0
+) -> float:
+    """Share by which the design effect of probabilities [n] that follow the score is predicted too low.
+
+    With e the error of a moment's logarithm, log pi is wrong by g = e / 2 less a common term that keeps the sum of pi
+    (g = 0 at the floor and at 1). The prediction has e in the moments and g in pi, the true effect g alone. To second
+    order the mean of the logarithm of their ratio is Var_s(e) / 2 - Var_a(e) / 2 + Cov_a(e, g), with variances over the
+    batch in proportion to s, the moments, or a, moments / pi: Var_s(e) / 2 where all pi follow.
+
+    Args:
+        errors: [n, k], `FittedScore.errors`: the sum over the columns is the mean over e.
+        weight: [n] of prompts that stand for a batch.
+    """
+    follows = ((pi > floor + 1e-12) & (pi < 1.0))[:, None]
+    moved = follows * (errors - _mean(errors, np.maximum(weight * pi * follows[:, 0], 1e-300))) / 2.0
+    by_moment, by_effect = weight * moment, weight * moment / pi
+    shares = [(by_moment, errors / 2.0), (by_effect, moved - errors / 2.0)]
+    return float(sum(np.sum(_mean(errors * each, by) - _mean(errors, by) * _mean(each, by)) for by, each in shares))
+
+
+def _mean(values: FloatArray, by: FloatArray) -> FloatArray:
+    """[k] mean of the rows [n, k] in proportion to `by` [n]."""
+    return np.asarray(np.einsum("n,nk->k", by / by.sum(), values))
 
 
 def _least(lower: FloatArray) -> int:

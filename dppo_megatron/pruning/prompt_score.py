@@ -86,6 +86,12 @@ class FittedScore(Stateful):
             exponent = exponent + 0.5 * self._moment.variance(x)
         return np.asarray(np.exp(np.clip(exponent - exponent.mean(), -_WIDEST, _WIDEST)))
 
+    def errors(self, ids: IntArray, step: int) -> FloatArray:
+        """[n, 3] errors of the logarithm of `expected`, up to a common term: columns times three standard normal
+        numbers have the sampling distribution that the slope's weights give them."""
+        values, axes = np.linalg.eigh(self._slope.covariance())
+        return np.asarray(self._predicted(self._columns(ids, step)) @ (axes * np.sqrt(np.maximum(values, 0.0))))
+
     def expected_cost(self, ids: IntArray, step: int) -> FloatArray:
         """E[tokens of a completion] of prompts [n], relative to the batch's mean; 1 before it has learned."""
         exponent = self._tokens.exponent(self._with_unseen(self._columns(ids, step)))
@@ -268,13 +274,15 @@ class FadingRegression(Stateful):
     of y = (8, 8) weigh 2 against the past's 1: about (8 + 8 + 0.5 x 4) / (2 + 0.5 x 2) = 6.
     """
 
-    _state_names = ("weights", "information")
+    _state_names = ("weights", "information", "scatter")
 
     def __init__(self, start: FloatArray, ridge: FloatArray, fade: float) -> None:
         self._start = np.array(start, dtype=np.float64)
         self.weights = self._start
         self.information = np.zeros((len(start), len(start)))
         """[p, p] sum of mu x x' over faded rows, mu their predicted means: the Fisher information of the data."""
+        self.scatter = np.zeros_like(self.information)
+        """[p, p] the same of squared errors, each of a row as it was predicted: the variance of what rows pull by."""
         self._ridge, self._fade = np.diag(np.asarray(ridge, dtype=np.float64)), fade
 
     @property
@@ -290,9 +298,16 @@ class FadingRegression(Stateful):
         """Posterior variance [n] of the exponent, given the data and the ridge."""
         return np.asarray(np.einsum("np,pq,nq->n", x, np.linalg.inv(self.information + self._ridge), x, optimize=True))
 
+    def covariance(self) -> FloatArray:
+        """[p, p] sampling covariance of the weights over other data, which ridge reduces."""
+        inverse = np.linalg.inv(self.information + self._ridge)
+        return np.asarray(np.einsum("pq,qr,rs->ps", inverse, self.scatter, inverse))
+
     def update(self, x: FloatArray, y: FloatArray, weight: FloatArray | None = None) -> None:
         """Add rows x [n, p] with targets y [n], finite and >= 0; a row of weight 2 counts as two rows."""
         times = np.ones(len(y)) if weight is None else weight
+        error = times * (y - np.exp(np.minimum(self.exponent(x), _HIGHEST)))
+        self.scatter = self._fade**2 * self.scatter + _outer(x, np.square(error))  # of weights that fade by `fade`
         before, past = self.weights, self._fade * self.information + self._ridge
         # At `before` the gradients of past and ridge cancelled. The past fades, the ridge does not; pull is the rest.
         pull = (1.0 - self._fade) * np.diag(self._ridge) * (before - self._start)

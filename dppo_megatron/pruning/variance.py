@@ -193,9 +193,10 @@ class EffectMonitor(Stateful):
         tokens: FloatArray,
         inclusion: FloatArray,
         planned: FloatArray,
+        optimism: float = 0.0,
     ) -> None:
         """Add visited prompts [K]: second moments and their predictions, tokens, the probabilities of the draw and of
-        the plan."""
+        the plan, and the share by which the effect is predicted too low."""
         total = float(moment.sum())
         tiny = np.finfo(np.float64).tiny
         if not (len(moment) and float(planned.min()) < 1.0 and total > tiny and float(score.sum()) > tiny):
@@ -205,7 +206,7 @@ class EffectMonitor(Stateful):
         seen = {
             "effect": m * w / planned,
             "moment": m * w,
-            "predicted": s * w / planned,
+            "predicted": s * (1.0 + optimism) * w / planned,
             "score": s * w,
             "kept": tokens * w * planned,
             "tokens": tokens * w,
