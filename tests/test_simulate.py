@@ -25,8 +25,8 @@ from dppo_megatron.observe.json_lines import rewind
 from dppo_megatron.observe.run_directory import FEATURES
 from dppo_megatron.pruning.interface import StepCost
 from dppo_megatron.pruning.policies import METHODS, with_method
-from dppo_megatron.run import Run
 from dppo_megatron.pruning.variance import StepVariance
+from dppo_megatron.run import Run
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
 from dppo_megatron.steps import trace as steps_trace
 from dppo_megatron.steps.rollout_cost import RolloutCost

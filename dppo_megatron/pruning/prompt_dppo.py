@@ -135,16 +135,17 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        growth = partial(self._growth, self._moment(ids, step), self._errors(ids, step))
+        errors = self.fitted.errors(ids, step) if self.fitted else None
+        growth = partial(self._growth, self._moment(ids, step), errors)
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
         return _DrawPlan(score, cost, lower, pi, growth, note if pi.sum() > target + 0.5 else "")
 
-    def _growth(self, moment: FloatArray, errors: FloatArray, pi: FloatArray) -> float:
+    def _growth(self, moment: FloatArray, errors: FloatArray | None, pi: FloatArray) -> float:
         """Growth of the variance as the score predicts it, corrected for its errors and by earlier steps' growth."""
-        effect = design_effect(np.sqrt(moment), pi) * (1.0 + optimism(moment, errors, pi, self.config.min_inclusion_prob))
-        return 1.0 + (effect - 1.0) * self._inflation()
+        missed = 0.0 if errors is None else optimism(moment, errors, pi, self.config.min_inclusion_prob)
+        return 1.0 + (design_effect(np.sqrt(moment), pi) * (1.0 + missed) - 1.0) * self._inflation()
 
     def _inflation(self) -> float:
         measured = self.monitor.effect()
@@ -181,9 +182,6 @@ class DppoPromptPolicy(PromptPolicy):
         """Expected second moment as a sum over the batch needs it, up to a common factor, [n]."""
         return np.square(self._score(ids, step)) if self.fitted is None else self.fitted.expected(ids, step)
 
-    def _errors(self, ids: IntArray, step: int) -> FloatArray:
-        return np.zeros((len(ids), 1)) if self.fitted is None else self.fitted.errors(ids, step)
-
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
         """Mean completion length of each prompt over the batch's, [n]; 1 for unseen prompts unless score=fit."""
         if self.fitted is not None:
@@ -200,8 +198,10 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
-        expected, errors, weight = self._moment(visits.ids, step), self._errors(visits.ids, step), 1.0 / visits.inclusion
-        missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
+        expected, weight, missed = self._moment(visits.ids, step), 1.0 / visits.inclusion, 0.0
+        if self.fitted:
+            errors = self.fitted.errors(visits.ids, step)
+            missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
         self.monitor.observe(
             moment[graded],
             expected[graded],

@@ -48,7 +48,7 @@ class FittedScore(Stateful):
         features: what the data set says about each prompt; None: nothing.
     """
 
-    _state_names = ("_moment", "_slope", "_tokens", "_mean_reward")
+    _state_names = ("_moment", "_slope", "_tokens", "_mean_reward", "_scatter")
 
     def __init__(self, history: PromptHistory, features: PromptFeatures | None) -> None:
         self._history = history
@@ -62,6 +62,8 @@ class FittedScore(Stateful):
         as_before = np.where(np.arange(columns) == _TOKENS_COLUMN, 1.0, 0.0)
         self._tokens = FadingRegression(as_before, np.ones(columns), _FADE)
         self._mean_reward = np.nan
+        self._scatter = np.zeros((3, 3))
+        """Variance of what the slope's rows pull by: x x' times their squared errors, summed over rows that fade."""
 
     @property
     def is_ready(self) -> bool:
@@ -77,8 +79,8 @@ class FittedScore(Stateful):
         """E[second moment], up to a common factor, of prompts [n] at a step (from 0); positive.
 
         cautious: larger for prompts of which little is known, so that they are skipped less. In a sum over a batch it
-        would count them twice, as a Poisson fit's mean is already right: the growth of the variance, whose largest
-        terms they are, was predicted 0.4 to 0.8 % too high where it is known (tests/pruning/test_pruning_score.py).
+        would be too much, as a Poisson fit's mean is already right: the growth of the variance was predicted 0.4 to
+        0.9 % too high where it is known (tests/pruning/test_pruning_score.py).
         """
         x = self._columns(ids, step)
         exponent = self._slope.exponent(self._predicted(x))
@@ -87,9 +89,9 @@ class FittedScore(Stateful):
         return np.asarray(np.exp(np.clip(exponent - exponent.mean(), -_WIDEST, _WIDEST)))
 
     def errors(self, ids: IntArray, step: int) -> FloatArray:
-        """[n, 3] errors of the logarithm of `expected`, up to a common term: columns times three standard normal
-        numbers have the sampling distribution that the slope's weights give them."""
-        values, axes = np.linalg.eigh(self._slope.covariance())
+        """[n, 3] errors of the logarithm of `expected`, up to a common term: times three standard normal numbers they
+        scatter as the slope's weights would over other data."""
+        values, axes = np.linalg.eigh(self._slope.covariance(self._scatter))
         return np.asarray(self._predicted(self._columns(ids, step)) @ (axes * np.sqrt(np.maximum(values, 0.0))))
 
     def expected_cost(self, ids: IntArray, step: int) -> FloatArray:
@@ -123,7 +125,11 @@ class FittedScore(Stateful):
         if usual > np.finfo(np.float64).tiny:
             if self.is_ready:
                 # Rows weigh 1 / pi^2: one factor for the draw, one as in the design effect that this has to predict.
-                self._slope.update(self._predicted(x), moment / usual, np.square(weight))
+                predicted, squared_weight = self._predicted(x), np.square(weight)
+                error = moment / usual - np.exp(np.minimum(self._slope.exponent(predicted), _HIGHEST))
+                new = _outer(predicted, np.square(squared_weight * error))
+                self._scatter = _SLOPE_FADE**2 * self._scatter + new  # squared, as the fading weights are
+                self._slope.update(predicted, moment / usual, squared_weight)
             self._moment.update(x, moment / usual)
         if tokens.any():
             self._tokens.update(self._with_unseen(x), tokens / tokens.mean())
@@ -274,15 +280,13 @@ class FadingRegression(Stateful):
     of y = (8, 8) weigh 2 against the past's 1: about (8 + 8 + 0.5 x 4) / (2 + 0.5 x 2) = 6.
     """
 
-    _state_names = ("weights", "information", "scatter")
+    _state_names = ("weights", "information")
 
     def __init__(self, start: FloatArray, ridge: FloatArray, fade: float) -> None:
         self._start = np.array(start, dtype=np.float64)
         self.weights = self._start
         self.information = np.zeros((len(start), len(start)))
         """[p, p] sum of mu x x' over faded rows, mu their predicted means: the Fisher information of the data."""
-        self.scatter = np.zeros_like(self.information)
-        """[p, p] the same of squared errors, each of a row as it was predicted: the variance of what rows pull by."""
         self._ridge, self._fade = np.diag(np.asarray(ridge, dtype=np.float64)), fade
 
     @property
@@ -298,16 +302,14 @@ class FadingRegression(Stateful):
         """Posterior variance [n] of the exponent, given the data and the ridge."""
         return np.asarray(np.einsum("np,pq,nq->n", x, np.linalg.inv(self.information + self._ridge), x, optimize=True))
 
-    def covariance(self) -> FloatArray:
-        """[p, p] sampling covariance of the weights over other data, which ridge reduces."""
+    def covariance(self, scatter: FloatArray) -> FloatArray:
+        """[p, p] sampling covariance of the weights, which ridge reduces, if rows pull with variance `scatter`."""
         inverse = np.linalg.inv(self.information + self._ridge)
-        return np.asarray(np.einsum("pq,qr,rs->ps", inverse, self.scatter, inverse))
+        return np.asarray(np.einsum("pq,qr,rs->ps", inverse, scatter, inverse))
 
     def update(self, x: FloatArray, y: FloatArray, weight: FloatArray | None = None) -> None:
         """Add rows x [n, p] with targets y [n], finite and >= 0; a row of weight 2 counts as two rows."""
         times = np.ones(len(y)) if weight is None else weight
-        error = times * (y - np.exp(np.minimum(self.exponent(x), _HIGHEST)))
-        self.scatter = self._fade**2 * self.scatter + _outer(x, np.square(error))  # of weights that fade by `fade`
         before, past = self.weights, self._fade * self.information + self._ridge
         # At `before` the gradients of past and ridge cancelled. The past fades, the ridge does not; pull is the rest.
         pull = (1.0 - self._fade) * np.diag(self._ridge) * (before - self._start)

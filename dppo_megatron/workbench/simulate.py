@@ -79,11 +79,11 @@ class Prediction:
     those of the step: about how long the expected gradient is, relative to the full batch's. 1 for an unbiased method,
     up to the noise of the draws."""
     variance_ratio: float
-    """Growth of the gradient's variance at equal length: the mean over the steps of each step's growth. That by skipping
-    prompts is the draw's own, sum(s^2 / pi) / sum s^2 over all nominal prompts, whose outcomes the trace has; what the
-    account has as realised rests on the few that were kept and is 1 to 7 % too low in the mean (`step_variance`). A
-    ratio of sums over steps would be that of the first few, whose gradients are largest and which skip nothing. For a
-    biased method it is sum W^2 s^2 over the full batch's sum s^2, over scale^2."""
+    """Growth of the gradient's variance at equal length, the mean over the steps. A ratio of sums over steps would be
+    that of the first few, whose gradients are largest and which skip nothing. By skipping prompts it is the draw's own,
+    sum(s^2 / pi) / sum s^2 over all nominal prompts, whose outcomes the trace has: what a step's account has as
+    realised is a ratio over the few that were kept, 1 to 2 % too low in the mean, 7 % where many steps keep none with
+    gradient. For a biased method it is sum W^2 s^2 over the full batch's sum s^2, over scale^2."""
     variance_skipping: float
     """The same over the steps that could skip prompts, without warm-up and annealing; over all if none could."""
     predicted_variance: float
