@@ -179,7 +179,7 @@ class DppoPromptPolicy(PromptPolicy):
         return np.sqrt(nondegenerate_probability(successes, failures, self.completions_per_prompt) * moment)
 
     def _moment(self, ids: IntArray, step: int) -> FloatArray:
-        """Expected second moment as a sum over the batch needs it, up to a common factor, [n]."""
+        """Expected second moment for a sum over the batch, up to a common factor, [n]."""
         return np.square(self._score(ids, step)) if self.fitted is None else self.fitted.expected(ids, step)
 
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
@@ -271,27 +271,21 @@ class PaperPromptPolicy(PromptPolicy):
 def optimism(
     moment: FloatArray, errors: FloatArray, pi: FloatArray, floor: float, weight: FloatArray | float = 1.0
 ) -> float:
-    """Share by which the design effect of probabilities [n] that follow the score is predicted too low.
+    """Share by which the design effect of probabilities [n], derived from the score, is predicted too low.
 
-    With e the error of a moment's logarithm, log pi is wrong by g = e / 2 less a common term that keeps the sum of pi
-    (g = 0 at the floor and at 1). The prediction has e in the moments and g in pi, the true effect g alone. To second
-    order the mean of the logarithm of their ratio is Var_s(e) / 2 - Var_a(e) / 2 + Cov_a(e, g), with variances over the
-    batch in proportion to s, the moments, or a, moments / pi: Var_s(e) / 2 where all pi follow.
-
-    Args:
-        errors: [n, k], `FittedScore.errors`: the sum over the columns is the mean over e.
-        weight: [n] of prompts that stand for a batch.
+    With e the error of a moment's logarithm, log pi is wrong by g: e / 2 less a common term that keeps the sum of pi; 0
+    at the floor and at 1. The prediction has e in the moments and g in pi, the true effect g alone. To second order the
+    mean logarithm of true over predicted is Var_s(e) / 2 - Var_a(e) / 2 + Cov_a(e, g), over the batch in proportion to
+    s, the moments, or a, moments / pi. `errors` [n, k] as in `FittedScore`; `weight`: prompts stand for a batch.
     """
-    follows = ((pi > floor + 1e-12) & (pi < 1.0))[:, None]
-    moved = follows * (errors - _mean(errors, np.maximum(weight * pi * follows[:, 0], 1e-300))) / 2.0
-    by_moment, by_effect = weight * moment, weight * moment / pi
-    shares = [(by_moment, errors / 2.0), (by_effect, moved - errors / 2.0)]
-    return float(sum(np.sum(_mean(errors * each, by) - _mean(errors, by) * _mean(each, by)) for by, each in shares))
+    follows = (pi > floor + 1e-12) & (pi < 1.0)
 
+    def centred(by: FloatArray) -> FloatArray:
+        return errors - np.einsum("n,nk->k", by / by.sum(), errors)
 
-def _mean(values: FloatArray, by: FloatArray) -> FloatArray:
-    """[k] mean of the rows [n, k] in proportion to `by` [n]."""
-    return np.asarray(np.einsum("n,nk->k", by / by.sum(), values))
+    moved = follows[:, None] * centred(np.maximum(weight * pi * follows, 1e-300)) / 2.0
+    shares = (weight * moment, errors / 2.0), (weight * moment / pi, moved - errors / 2.0)
+    return float(sum(np.einsum("n,nk,nk->", by / by.sum(), centred(by), each) for by, each in shares))
 
 
 def _least(lower: FloatArray) -> int:

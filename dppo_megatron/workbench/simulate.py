@@ -81,9 +81,8 @@ class Prediction:
     variance_ratio: float
     """Growth of the gradient's variance at equal length, the mean over the steps. A ratio of sums over steps would be
     that of the first few, whose gradients are largest and which skip nothing. By skipping prompts it is the draw's own,
-    sum(s^2 / pi) / sum s^2 over all nominal prompts, whose outcomes the trace has: what a step's account has as
-    realised is a ratio over the few that were kept, 1 to 2 % too low in the mean, 7 % where many steps keep none with
-    gradient. For a biased method it is sum W^2 s^2 over the full batch's sum s^2, over scale^2."""
+    sum(s^2 / pi) / sum s^2 over all nominal prompts: a step's account has a ratio over the few that were kept, 1 to 2 %
+    too low in the mean. For a biased method it is sum W^2 s^2 over the full batch's sum s^2, over scale^2."""
     variance_skipping: float
     """The same over the steps that could skip prompts, without warm-up and annealing; over all if none could."""
     predicted_variance: float
@@ -290,7 +289,6 @@ def capacity_of(trace: Trace) -> StepCapacity | None:
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
     """(low, high): between these is the speed-up of `one` over `base` to the same result, as 95 % of single pairs of
     runs measure it, if `noise` is half of a 95 % interval of its logarithm (`compare.verdict.pair_noise`).
-
     With noise 0, its mean over pairs. High is then the ratio of the seconds of a step, for a run that more noise does
     not slow down (a batch above its critical size). Low also divides by the growth of the variance, for a run that only
     noise limits: the steps that it needs are proportional to it. None if one of them is biased: its result is another.
@@ -335,7 +333,7 @@ def limits(predictions: list[Prediction], costs: StepTimeModel) -> list[str]:
 
 def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> str:
     """A table to print; speed-up is in seconds a step against the first method. Below it, what limits the gain.
-    `noise`: see `like_for_like`; None: not known, and so is how far a pair is from its mean."""
+    `noise`: see `like_for_like`; None: not known."""
     rows = [_HEAD]
     for p in predictions:
         alike = like_for_like(p, predictions[0])
