@@ -281,7 +281,7 @@ def optimism(
     follows = (pi > floor + 1e-12) & (pi < 1.0)
 
     def centred(by: FloatArray) -> FloatArray:
-        return errors - np.einsum("n,nk->k", by / by.sum(), errors)
+        return np.asarray(errors - np.einsum("n,nk->k", by / by.sum(), errors))
 
     moved = follows[:, None] * centred(np.maximum(weight * pi * follows, 1e-300)) / 2.0
     shares = (weight * moment, errors / 2.0), (weight * moment / pi, moved - errors / 2.0)
