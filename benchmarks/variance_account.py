@@ -8,8 +8,8 @@ estimated. Each row is a trace at one rate of prompts and one setting for comple
 predicted over realised, as means over the steps and over draws that differ in nothing else.
 
 --compare: DIR is that of `dppo-megatron compare CONFIG --methods grpo,dppo --steps-factor 2 --seeds 10 --out DIR`. For
-each seed, it compares what `simulate` predicts from GRPO's run, like for like and for one pair of runs, with the
-measured speed-up to 90 % in CPU seconds.
+each seed, it compares what `simulate` predicts from GRPO's run, like for like and its mean, with the measured speed-up
+to 90 % in CPU seconds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def against_compare(home: Path) -> list[dict[str, Any]]:
     """Simulated and measured speed-ups of each finished seed."""
     rows: list[dict[str, Any]] = []
     print(
-        "| seed | like for like, simulated | one pair, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|"
+        "| seed | its mean, simulated | like for like, 95 % | measured to 90 %, CPU s | held |\n|---|---|---|---|---|"
     )
     for seed in sorted(home.glob("seed*"), key=lambda path: int(path.name[4:])):
         if not all((seed / arm / "summary.json").exists() for arm in ("grpo", "dppo")):

@@ -135,12 +135,17 @@ class DppoPromptPolicy(PromptPolicy):
         target = self._target(score, cost, lower)
         if target is None:
             return None
-        optimism = self.fitted.optimism(ids, step) if self.fitted else np.zeros(len(ids))
-        growth = partial(_growth, score, lower, optimism, self._inflation())
+        errors = self.fitted.errors(ids, step) if self.fitted else None
+        growth = partial(self._growth, self._moment(ids, step), errors)
         bound = self.config.max_design_effect
         pi = budgeted_probabilities(WaterFiller(size, lower), target, growth, max_design_effect=bound, whole=True)
         note = f"max_design_effect {bound:g} keeps {pi.sum():.0f} prompts, not {target:.0f}"
         return _DrawPlan(score, cost, lower, pi, growth, note if pi.sum() > target + 0.5 else "")
+
+    def _growth(self, moment: FloatArray, errors: FloatArray | None, pi: FloatArray) -> float:
+        """Growth of the variance as the score predicts it, corrected for its errors and by earlier steps' growth."""
+        missed = 0.0 if errors is None else optimism(moment, errors, pi, self.config.min_inclusion_prob)
+        return 1.0 + (design_effect(np.sqrt(moment), pi) * (1.0 + missed) - 1.0) * self._inflation()
 
     def _inflation(self) -> float:
         measured = self.monitor.effect()
@@ -162,7 +167,7 @@ class DppoPromptPolicy(PromptPolicy):
         """Root of the expected second moment of a prompt's gradient, up to a common factor, [n]."""
         kind, arrays = self.config.score, self.history.arrays
         if self.fitted is not None:
-            return np.sqrt(self.fitted.expected(ids, step))
+            return np.sqrt(self.fitted.expected(ids, step, cautious=True))
         if kind == "mean_abs":
             return _for_unseen(arrays["mean_abs"][ids].astype(np.float64), self.history.seen(ids))
         if kind == "rms":
@@ -172,6 +177,10 @@ class DppoPromptPolicy(PromptPolicy):
         known = ~np.isnan(moment)
         moment = np.where(known, moment, moment[known].mean() if known.any() else 1.0)
         return np.sqrt(nondegenerate_probability(successes, failures, self.completions_per_prompt) * moment)
+
+    def _moment(self, ids: IntArray, step: int) -> FloatArray:
+        """Expected second moment for a sum over the batch, up to a common factor, [n]."""
+        return np.square(self._score(ids, step)) if self.fitted is None else self.fitted.expected(ids, step)
 
     def _relative_cost(self, ids: IntArray, step: int) -> FloatArray:
         """Mean completion length of each prompt over the batch's, [n]; 1 for unseen prompts unless score=fit."""
@@ -189,19 +198,21 @@ class DppoPromptPolicy(PromptPolicy):
         moment = visits.second_moment
         if moment is None:
             moment = (spread(visits.rewards) > 0).astype(np.float64)
-        follows = (visits.planned > self.config.min_inclusion_prob + 1e-12) & (visits.planned < 1)
-        optimism = self.fitted.optimism(visits.ids, step) * follows if self.fitted else np.zeros(len(visits.ids))
+        expected, weight, missed = self._moment(visits.ids, step), 1.0 / visits.inclusion, 0.0
+        if self.fitted:
+            errors = self.fitted.errors(visits.ids, step)
+            missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
         self.monitor.observe(
             moment[graded],
-            np.square(self._score(visits.ids, step))[graded],
+            expected[graded],
             visits.lengths.mean(axis=1, dtype=np.float64)[graded],
             visits.inclusion[graded],
             visits.planned[graded],
-            optimism[graded],
+            missed,
         )
         self._said = self.monitor.judge() or self._said
         if self.fitted:
-            self.fitted.learn(visits.ids, visits.rewards, visits.lengths, moment, 1.0 / visits.inclusion, step)
+            self.fitted.learn(visits.ids, visits.rewards, visits.lengths, moment, weight, step)
         super()._learn(visits, step)
 
 
@@ -257,14 +268,24 @@ class PaperPromptPolicy(PromptPolicy):
         return replace(selection, metrics=selection.metrics | {"rate_effective": rate, "share_at_floor": at_floor})
 
 
-def _growth(
-    score: FloatArray, lower: FloatArray, optimism: FloatArray, inflation: float, inclusion_prob: FloatArray
+def optimism(
+    moment: FloatArray, errors: FloatArray, pi: FloatArray, floor: float, weight: FloatArray | float = 1.0
 ) -> float:
-    """Growth of the variance as the score predicts it, corrected for its optimism and by earlier steps' `inflation`."""
-    squared, follows = np.square(score), (inclusion_prob > lower + 1e-12) & (inclusion_prob < 1)  # pi follows the score
-    missed = float(np.sum((optimism * squared)[follows] / inclusion_prob[follows]))
-    effect = design_effect(score, inclusion_prob) + (missed / float(np.sum(squared)) if missed else 0.0)
-    return 1.0 + (effect - 1.0) * inflation
+    """Share by which the design effect of probabilities [n], derived from the score, is predicted too low.
+
+    With e the error of a moment's logarithm, log pi is wrong by g: e / 2 less a common term that keeps the sum of pi; 0
+    at the floor and at 1. The prediction has e in the moments and g in pi, the true effect g alone. To second order the
+    mean logarithm of true over predicted is Var_s(e) / 2 - Var_a(e) / 2 + Cov_a(e, g), over the batch in proportion to
+    s, the moments, or a, moments / pi. `errors` [n, k] as in `FittedScore`; `weight`: prompts stand for a batch.
+    """
+    follows = (pi > floor + 1e-12) & (pi < 1.0)
+
+    def centred(by: FloatArray) -> FloatArray:
+        return np.asarray(errors - np.einsum("n,nk->k", by / by.sum(), errors))
+
+    moved = follows[:, None] * centred(np.maximum(weight * pi * follows, 1e-300)) / 2.0
+    shares = (weight * moment, errors / 2.0), (weight * moment / pi, moved - errors / 2.0)
+    return float(sum(np.einsum("n,nk,nk->", by / by.sum(), centred(by), each) for by, each in shares))
 
 
 def _least(lower: FloatArray) -> int:

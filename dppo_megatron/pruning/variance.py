@@ -193,10 +193,10 @@ class EffectMonitor(Stateful):
         tokens: FloatArray,
         inclusion: FloatArray,
         planned: FloatArray,
-        optimism: FloatArray | float = 0.0,
+        optimism: float = 0.0,
     ) -> None:
-        """Add visited prompts [K]: second moments, squared scores, tokens, the probabilities of the draw and of the
-        plan, and the share by which the scores predict too little."""
+        """Add visited prompts [K]: second moments and their predictions, tokens, the probabilities of the draw and of
+        the plan, and the share by which the effect is predicted too low."""
         total = float(moment.sum())
         tiny = np.finfo(np.float64).tiny
         if not (len(moment) and float(planned.min()) < 1.0 and total > tiny and float(score.sum()) > tiny):

@@ -96,6 +96,8 @@ class TrainSelection:
     """What skipping prompts has done to the variance so far; None: not measured."""
     offered: IntArray
     """All nominal prompts of the step, refills and skipped prompts included."""
+    offered_prob: FloatArray
+    """The inclusion probability of each."""
     prompts: PromptDraw
     completion_prob: FloatArray
     """Inclusion probability of each completion given its group, times the probability that it finishes if it may be

@@ -207,8 +207,7 @@ class Selector:
         moment = np.where(missing.present, squared, 0.0).sum(axis=1) * missing.in_group * self._usual_moment(prompts)
         state.outcome, state.missing = (prompts, seen, moment), missing
         trainable, filtered = self._coefficients.trainable(rollouts, missing.present & groups.kept[:, None])
-        nominal = self.prompts_per_step * self._group
-        group_weight = groups.weight * missing.weight
+        nominal, group_weight = self.prompts_per_step * self._group, groups.weight * missing.weight
         batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
         rows = np.flatnonzero(trainable)
         completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // width], state))
@@ -251,6 +250,7 @@ class Selector:
             variance=variance,
             effect=offered.effect,
             offered=np.concatenate(state.offered),
+            offered_prob=offered.inclusion_prob,
             prompts=prompts,
             completion_prob=to_all_rows(completions.inclusion_prob / inverse_end_prob, rows, rollouts, fill=math.nan),
             has_support=has_support,

@@ -38,7 +38,7 @@ _MOSTLY_ROLLOUT = 0.9
 """Share of rollout in a step above which completion pruning is reported as no help: it gains less than a ninth."""
 _COLUMNS = ("rewards", "lengths", "logit_grad_norm")
 _HEAD = ["method", "label", "prompts", "generated", "trained", "gen. tok", "train. tok", "s/step", "speed-up"]
-_HEAD += ["like for like", "one pair", "scale", "variance", "skipping", "imputed"]
+_HEAD += ["like for like", "its mean", "scale", "variance", "skipping", "imputed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Prediction:
     those of the step: about how long the expected gradient is, relative to the full batch's. 1 for an unbiased method,
     up to the noise of the draws."""
     variance_ratio: float
-    """Growth of the gradient's variance at equal length: the mean over the steps of the growth that each step's account
-    has as realised. A ratio of sums over steps would be that of the first few, whose gradients are largest and which
-    skip nothing. For a biased method, whose account has no full batch, it is sum W^2 s^2 over the full batch's sum s^2,
-    over scale^2."""
+    """Growth of the gradient's variance at equal length, the mean over the steps. A ratio of sums over steps would be
+    that of the first few, whose gradients are largest and which skip nothing. By skipping prompts it is the draw's own,
+    sum(s^2 / pi) / sum s^2 over all nominal prompts: a step's account has a ratio over the few that were kept, 1 to 2 %
+    too low in the mean. For a biased method it is sum W^2 s^2 over the full batch's sum s^2, over scale^2."""
     variance_skipping: float
     """The same over the steps that could skip prompts, without warm-up and annealing; over all if none could."""
     predicted_variance: float
@@ -160,7 +160,11 @@ def simulate(
         prior = None if decision.prior is None else decision.prior[: selector.prompts_per_step]
         scores, divisor = selector.full_scores(everything, prior)
         if full := float(np.sum(np.square(scores))):
-            accounts.append((decision.variance, full, bool((decision.prompts.inclusion_prob < 1).any())))
+            account = decision.variance
+            if decision.has_support:
+                by_prompts = float(np.sum(np.square(scores).sum(axis=1) / decision.offered_prob[: len(scores)])) / full
+                account = replace(account, prompts=replace(account.prompts, realised=by_prompts))
+            accounts.append((account, full, bool((decision.prompts.inclusion_prob < 1).any())))
             lengths.append(decision.variance.expected / full * _predicted_over_true(trace, decision, divisor))
         counts = len(rollouts.rewards), rollouts.rewards.size, decision.kept.sum(), generated, trained
         idle = everything.lengths[scores == 0].sum(), everything.lengths.sum()
@@ -283,12 +287,11 @@ def capacity_of(trace: Trace) -> StepCapacity | None:
 
 
 def like_for_like(one: Prediction, base: Prediction, noise: float = 0.0) -> tuple[float, float] | None:
-    """(low, high): between these is the speed-up of `one` over `base` to the same result.
-
-    High is the ratio of the seconds of a step, for a run that more noise does not slow down (a batch above its critical
-    size). Low also divides by the growth of the variance, for a run that only noise limits: the steps that it needs are
-    proportional to it. None if one of them is biased: its result is another. This is the mean over runs; a single pair
-    differs by `noise` more, half of a 95 % interval of the logarithm (`compare.verdict.pair_noise`).
+    """(low, high): between these is the speed-up of `one` over `base` to the same result, as 95 % of single pairs of
+    runs measure it, if `noise` is half of a 95 % interval of its logarithm (`compare.verdict.pair_noise`).
+    With noise 0, its mean over pairs. High is then the ratio of the seconds of a step, for a run that more noise does
+    not slow down (a batch above its critical size). Low also divides by the growth of the variance, for a run that only
+    noise limits: the steps that it needs are proportional to it. None if one of them is biased: its result is another.
 
     Example: steps of 10 s and 4 s, 1.25 times the variance: 2.0 to 2.5. With noise 0.5 one pair is within 1.2 to 4.1.
     """
@@ -335,10 +338,10 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
     for p in predictions:
         alike = like_for_like(p, predictions[0])
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
-        between, measured = ("-" if one is None else f"{one[0]:.2f}-{one[1]:.2f}x" for one in (alike, pair))
+        shown = ["-" if each is None else f"{each[0]:.2f}-{each[1]:.2f}x" for each in (pair, alike)]
         counts = [f"{count:.1f}" for count in (p.prompts_generated, p.completions_generated, p.completions_trained)]
         tokens = [f"{count:.0f}" for count in (p.tokens_generated, p.tokens_trained)]
-        times = [f"{p.step_s:.3f}", f"{predictions[0].step_s / p.step_s:.2f}x", between, measured]
+        times = [f"{p.step_s:.3f}", f"{predictions[0].step_s / p.step_s:.2f}x", *shown]
         noises = [f"{value:.2f}" for value in (p.scale, p.variance_ratio, p.variance_skipping)]
         rows.append([p.method, p.label, *counts, *tokens, *times, *noises, f"{p.imputed_share:.0%}"])
     model = (
@@ -349,11 +352,11 @@ def table(predictions: list[Prediction], costs: StepTimeModel, noise: float | No
 
 
 def as_json(predictions: list[Prediction], costs: StepTimeModel, noise: float | None = None) -> dict[str, object]:
-    """The predictions as plain values; `noise` as in `like_for_like`, None: `one_pair` is null."""
+    """The predictions as plain values; `noise` as in `like_for_like`, None: that interval is null."""
     methods = []
     for p in predictions:
         pair = None if noise is None else like_for_like(p, predictions[0], noise)
-        methods.append(asdict(p) | {"like_for_like": like_for_like(p, predictions[0]), "one_pair": pair})
+        methods.append(asdict(p) | {"like_for_like": pair, "like_for_like_mean": like_for_like(p, predictions[0])})
     described = asdict(costs) | {"rollout_s_per_1k_tokens": 1000 * costs.rollout.average}
     return {"costs": described, "methods": methods, "limits": limits(predictions, costs)}
 
