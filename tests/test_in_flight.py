@@ -322,7 +322,7 @@ def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch
     small, large = (Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 9))
     works = [replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)]
 
-    def take(rollout: int) -> list[Arrived]:
+    def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
         return [Arrived(0, 0, large if rollout == 4 else small, "", None)]
 
     assert sorted(collected(works, take)) == [4, 5]
@@ -376,12 +376,14 @@ def test_a_server_is_not_told_again_before_it_has_answered() -> None:
 
         client: Any = object.__new__(Client)
         client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s = {}, {}
         client._loop, client._buffer, client._servers = asyncio.get_running_loop(), CompletionBuffer(), Slow()
         client._handle(Submit(1, 0, "a", groups(1)[0], Expected(19, 1, 2), 60.0, b"", 7, 0))
-        looking = asyncio.create_task(client._so_far(7))
+        looking = asyncio.create_task(client._look([7]))
         await asyncio.sleep(0.5)
         answers.set()
-        assert await looking == []
+        await looking
+        assert client._seen == {7: {}}
         client._attempts[1].task.cancel()
 
     asyncio.run(look())

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import gather_all, to_rank_zero
 from dppo_megatron.rollout.client.messages import Arrived
 from dppo_megatron.rollout.servers.rollout_work import Work
@@ -28,23 +29,27 @@ MOST_BYTES = 1 << 30
 GB."""
 
 
-def digest(groups: Sequence[GenerateRequest], async_steps: int) -> str:
-    """Of what decides whether completions answer these requests, and may be as old as they are."""
-    return hashlib.blake2b(msgspec.msgpack.encode((groups, async_steps)), digest_size=16).hexdigest()
+def digest(groups: Sequence[GenerateRequest], rollout: RolloutConfig) -> str:
+    """Of what decides whether completions answer these requests, may be as old as they are, and have the labels that
+    steps of this config give: those of a policy in FP8, or chosen by aborts, may not pass for others."""
+    how = rollout.async_steps, rollout.sync.in_flight, rollout.quantization
+    return hashlib.blake2b(msgspec.msgpack.encode((groups, how)), digest_size=16).hexdigest()
 
 
 def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | None) -> dict[int, dict[str, Any]]:
     """The state of each of `works` by step, on rank 0; empty if a client has ended. Collective. `take`: copies of what
     this rank's client has of a rollout, on the rank that has started a client."""
     state, failures = dict[int, dict[str, Any]](), list[str]()
+    looks_at = tuple(work.number for work in works)  # all at once: a server that ends nothing is waited for once
     for work in works:
         mine: list[Found] = []
         try:
-            mine = [((one.index, one.position), one.sampled) for one in (take(rollout=work.number) if take else ())]
+            found = take(rollout=work.number, looks_at=looks_at) if take else ()
+            mine, looks_at = [((one.index, one.position), one.sampled) for one in found], ()
         except RunAborted as error:  # the next step ends the run
             failures.append(str(error))
-        if found := to_rank_zero(mine):
-            one = packed(work, [*chain.from_iterable(found)])
+        if each := to_rank_zero(mine):
+            one = packed(work, [*chain.from_iterable(each)])
             if (size := sum(one[name].nbytes for name in ("tokens", "logprobs", "experts"))) <= MOST_BYTES:
                 state[work.order] = one
             else:
@@ -69,7 +74,10 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
         "logprobs": torch.from_numpy(np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in rows)])),
         "experts": torch.from_numpy(np.frombuffer(bytearray(b"".join(map(np.ndarray.tobytes, experts))), np.uint8)),
         "counts": [work.retries, work.completions_aborted],
-        "resent": sorted(work.resent),
+        "resent": sorted(
+            {*list(work.resent), *(work.part_of(index)[0] for index in [*list(work.lost), *list(work.ended)])}
+        ),
+        "lost": [(place, version_number(version)) for place, (version, _) in list(work.lost_under.items())],
         "aborted": sorted({work.part_of(index)[0] for index in list(work.aborts)}),  # the rollout thread adds to it
     }
 
@@ -92,6 +100,7 @@ def restore(work: Work, state: dict[str, Any], run: str) -> None:
         work.kept[place] = Sampled(tokens[own], logprobs[own], reason, versions, of_token)
     work.retries, work.completions_aborted = state["counts"]
     work.resent.update(state["resent"])
+    work.lost_under.update({place: (version_name(run, number), -1) for place, number in state["lost"]})
     work.aborts.update(dict.fromkeys(state["aborted"], 1))
     finished = sum(reason != "abort" for reason in state["reasons"])
     log(f"{step} {finished} completions and the first tokens of {len(work.kept) - finished} are the checkpoint's")

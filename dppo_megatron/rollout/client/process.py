@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,6 +71,7 @@ OWN_FILES = 64
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
 _INTERRUPT_S = 10.0
+_NOTED_S = 1.0
 _SEND_INTERVAL_S = 0.01
 """Minimum time between two writes to rank 0: each wakes a thread there that takes the interpreter from training."""
 
@@ -113,6 +114,10 @@ class Client:
         """What was sampled of completions that are not done, by (rollout, group, position in it)."""
         self._interrupted: set[int] = set()
         """Tickets whose requests are aborted to see their tokens, and then go on."""
+        self._seen: dict[int, dict[tuple[int, int], Sampled]] = {}
+        """What the latest look has seen, by rollout, then by group and position in it."""
+        self._failed_s: dict[int, float] = {}
+        """When an attempt of a rollout failed last, on the loop's clock."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
@@ -148,9 +153,12 @@ class Client:
             self._attempts[message.ticket] = _OpenAttempt(message, self._start_task(self._attempt(message)))
         elif isinstance(message, messages.Begun):
             self._begun.setdefault(message.key, pickle.loads(message.sampled))  # by this job's rank 0, as the prompts
+        elif isinstance(message, messages.Over):
+            self._begun = {key: one for key, one in self._begun.items() if key[0] != message.rollout}
+            self._failed_s.pop(message.rollout, None)
         else:
-            self._interrupted.difference_update(message.tickets)
             for ticket in message.tickets:
+                self._unseen(ticket)
                 if message.drops and ticket in self._attempts:
                     self._attempts.pop(ticket).task.cancel()
                 elif ticket in self._attempts:
@@ -210,7 +218,10 @@ class Client:
                 break
             self._interrupted.discard(submit.ticket)
             ends = [until_end(one, group, index) for index, one in enumerate(sampled)]
-            self._begun |= {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
+            found = {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
+            self._begun |= found
+            if submit.rollout in self._seen:
+                self._seen[submit.rollout] |= {key[1:]: one for key, one in found.items()}
         for key, one in zip(keys, sampled, strict=True):
             if one.finish_reason != "abort":
                 self._begun.pop(key, None)
@@ -247,23 +258,32 @@ class Client:
                 del running[unique.request_id]
         raise AssertionError("the last try returns or raises")
 
-    async def _so_far(self, rollout: int) -> list[BufferedGroup]:
-        """What a rollout has sampled so far, a group per completion. Its requests are aborted, and go on at once from
-        their tokens. Empty if one has not ended after `_INTERRUPT_S`: without it the others favour short completions.
-        """
-        tickets = {ticket for ticket, one in self._attempts.items() if one.submit.rollout == rollout}
+    async def _look(self, rollouts: Collection[int]) -> None:
+        """See what rollouts have sampled so far. Their requests are aborted, and go on at once from their tokens. Each
+        is seen at one moment: what ends while others are still waited for would be the short completions. Nothing is
+        seen of a rollout with a request that has not ended after `_INTERRUPT_S`, or fails, for the same reason; nor if
+        one has just failed, which rank 0 may not have noted yet."""
+        failed_s = self._loop.time() - _NOTED_S
+        tickets = {ticket for ticket, one in self._attempts.items() if one.submit.rollout in rollouts}
+        self._seen = {one: self._buffer.ended(one) for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s}
+        for (rollout, *place), one in self._begun.items():
+            if rollout in self._seen:
+                self._seen[rollout].setdefault((place[0], place[1]), one)
         self._interrupted |= tickets
         wait_s = 0.02
-        while (late := tickets & self._interrupted & self._attempts.keys()) and wait_s < _INTERRUPT_S:
+        while (late := tickets & self._interrupted) and wait_s < _INTERRUPT_S:
             for ticket in late:  # again each time: an abort that overtakes its request has no effect
                 self._abort(ticket)
             await asyncio.sleep(wait_s)
             wait_s *= 2
-        self._interrupted -= tickets
-        if late:
-            return []
-        found = {key[1:]: one for key, one in self._begun.items() if key[0] == rollout} | self._buffer.ended(rollout)
-        return [BufferedGroup(index, [one], [""], first=place) for (index, place), one in found.items()]
+        for ticket in late:
+            self._unseen(ticket)
+
+    def _unseen(self, ticket: int) -> None:
+        """The tokens of an attempt cannot be seen: if a look waits for them, it has nothing of that rollout."""
+        if ticket in self._interrupted:
+            self._interrupted.remove(ticket)
+            self._seen.pop(self._attempts[ticket].submit.rollout, None)
 
     def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
         """Detokenize a group and start its grading; runs in the text thread."""
@@ -310,7 +330,9 @@ class Client:
         self._loop.call_soon_threadsafe(self._send, messages.ClientLost(brief(error)))
 
     def _fail(self, message: AttemptFailed) -> None:
-        self._attempts.pop(message.ticket, None)
+        self._unseen(message.ticket)
+        if (attempt := self._attempts.pop(message.ticket, None)) is not None:
+            self._failed_s[attempt.submit.rollout] = self._loop.time()
         self._send(message)
 
     def _send(self, message: messages.FromClient) -> None:
@@ -331,9 +353,13 @@ class Client:
                 peer.settimeout(_CONNECT_S)
                 messages.handshake(peer, self._setup.secret, listens=True)
                 take = messages.TAKE.decode(messages.receive(peer))
-                groups = [] if take.copies else self._buffer.take(take.share, take.shares, take.rollout)
-                if take.copies:
-                    groups = asyncio.run_coroutine_threadsafe(self._so_far(take.rollout), self._loop).result()
+                if take.looks_at:
+                    asyncio.run_coroutine_threadsafe(self._look(take.looks_at), self._loop).result()
+                if take.copies:  # of a look that is over: nothing in the loop changes it
+                    seen = self._seen.pop(take.rollout, {})
+                    groups = [BufferedGroup(at, [one], [""], first=place) for (at, place), one in seen.items()]
+                else:
+                    groups = self._buffer.take(take.share, take.shares, take.rollout)
                 hand_over(peer, groups)
 
 
