@@ -25,13 +25,14 @@ from support.fake_fleet import World, answered, broken, groups, work_of
 from support.job import QUICK, job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole
 from support.logged import logged_lines
+from support.served import rank_zero
 
 from dppo_megatron.checkpoint.checkpoint_dir import step_name
 from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.client.buffer import CompletionBuffer
-from dppo_megatron.rollout.client.messages import Arrived
+from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over
 from dppo_megatron.rollout.client.process import Client
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.in_flight import collected, packed, restore
@@ -236,6 +237,34 @@ def test_a_part_brings_what_is_kept_of_it_to_whoever_is_asked() -> None:
     assert world.kept == [("a", 7, 0, 0), ("b", 7, 0, 2), ("b", 7, 0, 3), ("b", 7, 0, 0)]
 
 
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_a_retry_at_another_client_after_a_checkpoint_draws_another(was_seen: bool) -> None:
+    """It has none of the tokens that the first client has gone on from, with another seed."""
+    world = World(reply=lambda ask: broken(ask) if ask.server == "a" else answered(ask), clients={"a": 0, "b": 1})
+    work = work_of(groups(1, 1), may_split=True, was_seen=was_seen)
+    list(dispatch(world.fleet(), work))
+    assert work.retries == 1 and work.resent == ({0} if was_seen else set())
+
+
+def test_what_was_taken_is_forgotten(files: Path, tmp_path: Path, typists: dict[str, Typist]) -> None:
+    """The beginnings of completions that were given up too, on all clients: a long run would gather them."""
+    client: Any = object.__new__(Client)
+    client._begun, client._failed_s = {(number, 0, 0): NOT_BEGUN for number in (1, 2)}, {1: 0.0, 2: 0.0}
+    client._handle(TO_CLIENT.decode(ENCODER.encode(Over(1))))
+    assert [*client._begun] == [(2, 0, 0)] and [*client._failed_s] == [2]
+    engine, over = engine_of(files, tmp_path, typists), list[int]()
+    try:
+        rank_zero(engine).clients.over = over.append  # type: ignore[method-assign]
+        load(engine)
+        for step in (2, 3):
+            engine.start(requests(step), Sampling(LIMIT, 1.0, 0))
+        for taken in ([1], [1, 2]):
+            engine.finish()
+            assert over == taken
+    finally:
+        engine.close()
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_parts_make_the_whole(data: st.DataObject) -> None:
@@ -354,6 +383,46 @@ def test_an_engine_that_keeps_nothing_is_given_nothing() -> None:
         step.reach("selected")
         loop._start(step, [])
     assert engine.started == [([], "sampling")] * 2
+
+
+def test_one_that_hangs_holds_a_checkpoint_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rollouts are looked at together: the one that is on other servers is kept."""
+    monkeypatch.setattr("dppo_megatron.rollout.client.process._INTERRUPT_S", 0.3)
+    one = Sampled(np.array([5, 6], np.int32), np.zeros(2, np.float32), "abort", (("r.1", 0, 2),))
+
+    async def look() -> dict[int, dict[tuple[int, int], Sampled]]:
+        told: dict[str, asyncio.Event] = {"a": asyncio.Event(), "b": asyncio.Event()}
+
+        class Two:
+            async def abort(self, server: str, group: GenerateRequest) -> None:
+                told[server].set()
+
+            async def generate(self, submit: Submit) -> list[Sampled]:
+                await (asyncio.Event() if submit.server == "a" else told["b"]).wait()
+                told["b"].clear()
+                return [one] * submit.group.count
+
+        client: Any = object.__new__(Client)
+        client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s = {}, {}
+        client._loop, client._buffer, client._servers = asyncio.get_running_loop(), CompletionBuffer(), Two()
+        for number, server in ((7, "a"), (8, "b")):
+            client._handle(Submit(number, 0, server, groups(1)[0], Expected(19, 1, 2), 60.0, b"", number, 0))
+        await client._look([7, 8])
+        for attempt in client._attempts.values():
+            attempt.task.cancel()
+        found: dict[int, dict[tuple[int, int], Sampled]] = client._seen
+        return found
+
+    assert asyncio.run(look()) == {8: {(0, 0): one}}
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
+        asked.append((rollout, looks_at))
+        return []
+
+    collected([replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)], take)
+    assert asked == [(4, (4, 5)), (5, ())]
 
 
 def test_a_server_is_not_told_again_before_it_has_answered() -> None:

@@ -59,9 +59,18 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
 
 def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
     """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another. A client
-    may still have the beginning of a completion that another client has ended since: what has ended is kept."""
-    latest = dict(sorted(found, key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))))
+    may still have the beginning of a completion that another client has ended since: what has ended is kept. What an
+    earlier checkpoint had of it may not have been asked for yet."""
+    each = sorted(
+        [*work.kept.items(), *found], key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))
+    )
+    latest = dict(each)
     rows = list(latest.values())
+    # with another seed it goes on from a place that the lost attempt may have passed; one given up gets another chance
+    done = [zip(work.completions_of(index), one.reasons, strict=True) for index, one in list(work.done.items())]
+    again = set(work.lost_under).difference(place for place, reason in chain.from_iterable(done) if reason != "abort")
+    given_up = {work.part_of(index) for index in [*list(work.lost), *list(work.ended)]}
+    work.resent.update(group for group, _ in again | given_up)
     experts = [one.experts for one in rows if one.experts is not None]
     return {
         "requests": work.digest,
@@ -74,10 +83,7 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
         "logprobs": torch.from_numpy(np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in rows)])),
         "experts": torch.from_numpy(np.frombuffer(bytearray(b"".join(map(np.ndarray.tobytes, experts))), np.uint8)),
         "counts": [work.retries, work.completions_aborted],
-        "resent": sorted(
-            {*list(work.resent), *(work.part_of(index)[0] for index in [*list(work.lost), *list(work.ended)])}
-        ),
-        "lost": [(place, version_number(version)) for place, (version, _) in list(work.lost_under.items())],
+        "resent": sorted(work.resent),
         "aborted": sorted({work.part_of(index)[0] for index in list(work.aborts)}),  # the rollout thread adds to it
     }
 
@@ -100,7 +106,6 @@ def restore(work: Work, state: dict[str, Any], run: str) -> None:
         work.kept[place] = Sampled(tokens[own], logprobs[own], reason, versions, of_token)
     work.retries, work.completions_aborted = state["counts"]
     work.resent.update(state["resent"])
-    work.lost_under.update({place: (version_name(run, number), -1) for place, number in state["lost"]})
     work.aborts.update(dict.fromkeys(state["aborted"], 1))
     finished = sum(reason != "abort" for reason in state["reasons"])
     log(f"{step} {finished} completions and the first tokens of {len(work.kept) - finished} are the checkpoint's")

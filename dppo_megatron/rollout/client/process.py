@@ -101,6 +101,8 @@ class _OpenAttempt:
     """Its requests at the server, by their ids there."""
     told: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The latest call that ends a request, by the request's id."""
+    is_late: bool = False
+    """Rank 0 has had it ended, so it does not go on."""
 
 
 class Client:
@@ -162,6 +164,7 @@ class Client:
                 if message.drops and ticket in self._attempts:
                     self._attempts.pop(ticket).task.cancel()
                 elif ticket in self._attempts:
+                    self._attempts[ticket].is_late = True
                     self._abort(ticket)
             if message.drops:
                 self._buffer.drop(message.tickets)
@@ -222,9 +225,11 @@ class Client:
             self._begun |= found
             if submit.rollout in self._seen:
                 self._seen[submit.rollout] |= {key[1:]: one for key, one in found.items()}
-        for key, one in zip(keys, sampled, strict=True):
+        for index, (key, one) in enumerate(zip(keys, sampled, strict=True)):
             if one.finish_reason != "abort":
                 self._begun.pop(key, None)
+            elif until_end(one, group, index) is not one:  # drafted beyond its end: no look may take it for a beginning
+                sampled[index] = NOT_BEGUN
         return sampled
 
     async def _go_on(self, submit: Submit, sampled: list[Sampled]) -> list[Sampled]:
@@ -264,8 +269,11 @@ class Client:
         seen of a rollout with a request that has not ended after `_INTERRUPT_S`, or fails, for the same reason; nor if
         one has just failed, which rank 0 may not have noted yet."""
         failed_s = self._loop.time() - _NOTED_S
-        tickets = {ticket for ticket, one in self._attempts.items() if one.submit.rollout in rollouts}
-        self._seen = {one: self._buffer.ended(one) for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s}
+        each = self._attempts.items()
+        tickets = {ticket for ticket, one in each if one.submit.rollout in rollouts and not one.is_late}
+        self._seen = {
+            one: self._buffer.sampled(one) for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s
+        }
         for (rollout, *place), one in self._begun.items():
             if rollout in self._seen:
                 self._seen[rollout].setdefault((place[0], place[1]), one)
