@@ -32,12 +32,14 @@ from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.client.buffer import CompletionBuffer
-from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over
-from dppo_megatron.rollout.client.process import Client
+from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over, ServerAddress
+from dppo_megatron.rollout.client.process import Client, ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.in_flight import collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
+from dppo_megatron.rollout.servers.http import Peer
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import (
     NOT_BEGUN,
@@ -457,6 +459,27 @@ def test_a_server_is_not_told_again_before_it_has_answered() -> None:
 
     asyncio.run(look())
     assert len(told) == 1
+
+
+def test_an_abort_needs_no_socket_of_the_requests(typists: dict[str, Typist]) -> None:
+    """After a save each completion has one, which may be all: none would be free to end them at the next save."""
+
+    async def ended() -> list[Sampled]:
+        connections = ServerConnections(1)
+        url, group = typists["a"].stubs.url("a"), GenerateRequest("1-0-0", (2,), 1, 0, max_tokens=LIMIT)
+        connections.add([ServerAddress(Peer(url), VLLMDialect())])
+        running = asyncio.create_task(
+            connections.generate(Submit(1, 0, url, group, Expected(19, 1, 2), 60.0, b"", 7, 0))
+        )
+        while not typists["a"].typing:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(connections.abort(url, group), 20.0)
+        found = await running
+        await connections.close()
+        return found
+
+    typists["a"].most = 0
+    assert [one.finish_reason for one in asyncio.run(ended())] == ["abort"]
 
 
 RUN = QUICK | {

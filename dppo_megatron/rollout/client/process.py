@@ -70,6 +70,8 @@ OWN_FILES = 64
 """Open files that the client needs in addition to the sockets of its requests."""
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
+_ABORTS = 32
+"""Connections for aborts, among `OWN_FILES`."""
 _INTERRUPT_S = 10.0
 _NOTED_S = 1.0
 _SEND_INTERVAL_S = 0.01
@@ -376,6 +378,8 @@ class ServerConnections:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
+        self._aborts = Transport(_ABORTS)
+        """Their own connections: after a look each completion has one, for which the abort that frees it would wait."""
         self._servers: dict[str, messages.ServerAddress] = {}
         self._running: set[str] = set()
         """Ids of requests in flight that have not been aborted."""
@@ -385,6 +389,7 @@ class ServerConnections:
         for address in servers:
             self._servers[address.peer.url] = address
             self._transport.know(address.peer)
+            self._aborts.know(address.peer)
 
     async def generate(self, submit: Submit) -> list[Sampled]:
         """The completions of a group, checked. If the request is aborted before its last round is posted, that is not
@@ -417,12 +422,12 @@ class ServerConnections:
         await asyncio.gather(*(self._abort_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
-        await self._transport.close()
+        await asyncio.gather(self._transport.close(), self._aborts.close())
 
     async def _abort_at(self, peer: Peer, calls: Sequence[Call]) -> None:
         for call in calls:
             try:
-                await self._transport.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+                await self._aborts.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
             except (Unreachable, Refused, OurFault):
                 return
 
