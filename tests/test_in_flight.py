@@ -177,8 +177,8 @@ def test_nothing_that_was_sampled_is_sampled_again(
 
 
 def test_what_answers_other_requests_is_sampled_again(files: Path, tmp_path: Path, typists: dict[str, Typist]) -> None:
-    """Another sampling, other prompts, other limits of one, or another age that is allowed: a rollout as a whole, since
-    the finished ones alone are the short ones."""
+    """Another sampling, other prompts, other limits of one, another age that is allowed, or what another row of the
+    ledger stands for: a rollout as a whole, since the finished ones alone are the short ones."""
     said, sampling = logged_lines(), Sampling(LIMIT, 1.0, 0)
     engine = engine_of(files, tmp_path, typists)
     load(engine)
@@ -192,6 +192,7 @@ def test_what_answers_other_requests_is_sampled_again(files: Path, tmp_path: Pat
         (requests(2), Sampling(LIMIT, 0.9, 0), {}),
         ([Request(Prompt(i, "", (2, 4), "", ""), c, 2) for i in range(6) for c in range(4)], sampling, {}),
         (requests(2), sampling, {"rollout__async_steps": 1}),
+        (requests(2), sampling, {"rollout__sync__in_flight": "abort"}),
     ]
     for number, (asked, how, values) in enumerate(others, start=1):
         while any(one.typing for one in typists.values()):  # for the engine before, whose connections are closed
@@ -251,9 +252,9 @@ def test_a_retry_at_another_client_after_a_checkpoint_draws_another(was_seen: bo
 def test_what_was_taken_is_forgotten(files: Path, tmp_path: Path, typists: dict[str, Typist]) -> None:
     """The beginnings of completions that were given up too, on all clients: a long run would gather them."""
     client: Any = object.__new__(Client)
-    client._begun, client._failed_s = {(number, 0, 0): NOT_BEGUN for number in (1, 2)}, {1: 0.0, 2: 0.0}
+    client._begun, client._failed_s = {number: {(0, 0): NOT_BEGUN} for number in (1, 2)}, {1: 0.0, 2: 0.0}
     client._handle(TO_CLIENT.decode(ENCODER.encode(Over(1))))
-    assert [*client._begun] == [(2, 0, 0)] and [*client._failed_s] == [2]
+    assert [*client._begun] == [2] and [*client._failed_s] == [2]
     engine, over = engine_of(files, tmp_path, typists), list[int]()
     try:
         rank_zero(engine).clients.over = over.append  # type: ignore[method-assign]
@@ -526,6 +527,7 @@ class _Signal(Kill):
     [
         ("finish", 1, 1, Kill("update", 3)),
         ("finish", 1, 1, _Signal("update", 3)),
+        ("finish", 1, 1, Kill("saving", 2)),
         ("continue", 2, 2, Kill("update", 3)),
         ("abort", 1, 1, Kill("update", 3)),
     ],

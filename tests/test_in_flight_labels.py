@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import random
 import zlib
 from collections import defaultdict
@@ -264,7 +265,7 @@ class Trainer:
         self._tell(self.client_of(ask.server), ask)
 
     def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
-        self.loop.call_soon(self.clients[self.client_of(server)]._begun.setdefault, key, sampled)
+        self._tell(self.client_of(server), messages.Begun(key, pickle.dumps(sampled)))
 
     def end(self, tickets: Sequence[int]) -> None:
         self.servers.ended.update(tickets)

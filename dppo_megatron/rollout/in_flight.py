@@ -61,9 +61,7 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
     """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another. A client
     may still have the beginning of a completion that another client has ended since: what has ended is kept. What an
     earlier checkpoint had of it may not have been asked for yet."""
-    each = sorted(
-        [*work.kept.items(), *found], key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))
-    )
+    each = sorted([*work.kept.items(), *found], key=lambda it: (it[1].finish_reason != "abort", len(it[1].token_ids)))
     latest = dict(each)
     rows = list(latest.values())
     # with another seed it goes on from a place that the lost attempt may have passed; one given up gets another chance

@@ -74,6 +74,7 @@ _ABORTS = 32
 """Connections for aborts, among `OWN_FILES`."""
 _INTERRUPT_S = 10.0
 _NOTED_S = 1.0
+"""Rank 0 has long noted a failure of so long ago."""
 _SEND_INTERVAL_S = 0.01
 """Minimum time between two writes to rank 0: each wakes a thread there that takes the interpreter from training."""
 
@@ -114,12 +115,12 @@ class Client:
         self._setup, self._control = setup, control
         self._buffer = CompletionBuffer()
         self._attempts: dict[int, _OpenAttempt] = {}
-        self._begun: dict[tuple[int, int, int], Sampled] = {}
-        """What was sampled of completions that are not done, by (rollout, group, position in it)."""
+        self._begun: dict[int, dict[tuple[int, int], Sampled]] = {}
+        """What was sampled of completions that are not done, by rollout, then by group and position in it."""
         self._interrupted: set[int] = set()
         """Tickets whose requests are aborted to see their tokens, and then go on."""
         self._seen: dict[int, dict[tuple[int, int], Sampled]] = {}
-        """What the latest look has seen, by rollout, then by group and position in it."""
+        """The same of all completions, as the latest look has seen them."""
         self._failed_s: dict[int, float] = {}
         """When an attempt of a rollout failed last, on the loop's clock."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,10 +157,11 @@ class Client:
         elif isinstance(message, Submit):
             self._attempts[message.ticket] = _OpenAttempt(message, self._start_task(self._attempt(message)))
         elif isinstance(message, messages.Begun):
-            self._begun.setdefault(message.key, pickle.loads(message.sampled))  # by this job's rank 0, as the prompts
+            sampled = pickle.loads(message.sampled)  # by this job's rank 0, as the prompts
+            self._begun.setdefault(message.key[0], {}).setdefault(message.key[1:], sampled)
         elif isinstance(message, messages.Over):
-            self._begun = {key: one for key, one in self._begun.items() if key[0] != message.rollout}
-            self._failed_s.pop(message.rollout, None)
+            for known in (self._begun, self._failed_s):
+                known.pop(message.rollout, None)
         else:
             for ticket in message.tickets:
                 self._unseen(ticket)
@@ -213,23 +215,23 @@ class Client:
     async def _sample(self, submit: Submit) -> list[Sampled]:
         """The completions of a group. If some have begun, each goes on from there, in a request of its own."""
         group, deadline = submit.group, self._loop.time() + submit.timeout_s
-        keys = [(submit.rollout, submit.index, submit.first + place) for place in range(group.count)]
+        keys = [(submit.index, submit.first + place) for place in range(group.count)]
+        known = self._begun.setdefault(submit.rollout, {})
         while True:
-            begun = [self._begun.get(key, NOT_BEGUN) for key in keys]
+            begun = [known.get(key, NOT_BEGUN) for key in keys]
             left = msgspec.structs.replace(submit, timeout_s=deadline - self._loop.time())
-            is_new = self._begun.keys().isdisjoint(keys)
+            is_new = known.keys().isdisjoint(keys)
             sampled = await (self._ask(left, group) if is_new else self._go_on(left, begun))
             if submit.ticket not in self._interrupted:
                 break
             self._interrupted.discard(submit.ticket)
             ends = [until_end(one, group, index) for index, one in enumerate(sampled)]
             found = {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
-            self._begun |= found
-            if submit.rollout in self._seen:
-                self._seen[submit.rollout] |= {key[1:]: one for key, one in found.items()}
+            for seen in (known, self._seen.get(submit.rollout, {})):
+                seen |= found
         for index, (key, one) in enumerate(zip(keys, sampled, strict=True)):
             if one.finish_reason != "abort":
-                self._begun.pop(key, None)
+                known.pop(key, None)
             elif until_end(one, group, index) is not one:  # drafted beyond its end: no look may take it for a beginning
                 sampled[index] = NOT_BEGUN
         return sampled
@@ -271,14 +273,9 @@ class Client:
         seen of a rollout with a request that has not ended after `_INTERRUPT_S`, or fails, for the same reason; nor if
         one has just failed, which rank 0 may not have noted yet."""
         failed_s = self._loop.time() - _NOTED_S
-        each = self._attempts.items()
-        tickets = {ticket for ticket, one in each if one.submit.rollout in rollouts and not one.is_late}
-        self._seen = {
-            one: self._buffer.sampled(one) for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s
-        }
-        for (rollout, *place), one in self._begun.items():
-            if rollout in self._seen:
-                self._seen[rollout].setdefault((place[0], place[1]), one)
+        tickets = {at for at, one in self._attempts.items() if one.submit.rollout in rollouts and not one.is_late}
+        which = [one for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s]
+        self._seen = {one: self._begun.get(one, {}) | self._buffer.sampled(one) for one in which}
         self._interrupted |= tickets
         wait_s = 0.02
         while (late := tickets & self._interrupted) and wait_s < _INTERRUPT_S:
