@@ -389,20 +389,24 @@ def test_an_engine_that_keeps_nothing_is_given_nothing() -> None:
 
 
 def test_one_that_hangs_holds_a_checkpoint_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rollouts are looked at together: the one that is on other servers is kept."""
+    """All rollouts are looked at together: the one that is on other servers is kept. What has ended too late to be seen
+    goes on like the others."""
     monkeypatch.setattr("dppo_megatron.rollout.client.process._INTERRUPT_S", 0.3)
     one = Sampled(np.array([5, 6], np.int32), np.zeros(2, np.float32), "abort", (("r.1", 0, 2),))
 
     async def look() -> dict[int, dict[tuple[int, int], Sampled]]:
-        told: dict[str, asyncio.Event] = {"a": asyncio.Event(), "b": asyncio.Event()}
+        ends: dict[str, asyncio.Event] = {"a": asyncio.Event(), "b": asyncio.Event()}
+        asked: list[tuple[str, int]] = []
 
         class Two:
             async def abort(self, server: str, group: GenerateRequest) -> None:
-                told[server].set()
+                if server == "b":
+                    ends["b"].set()
 
             async def generate(self, submit: Submit) -> list[Sampled]:
-                await (asyncio.Event() if submit.server == "a" else told["b"]).wait()
-                told["b"].clear()
+                asked.append((submit.server, len(submit.group.prompt_ids)))
+                await ends[submit.server].wait()
+                ends[submit.server].clear()
                 return [one] * submit.group.count
 
         client: Any = object.__new__(Client)
@@ -412,6 +416,11 @@ def test_one_that_hangs_holds_a_checkpoint_up_once(monkeypatch: pytest.MonkeyPat
         for number, server in ((7, "a"), (8, "b")):
             client._handle(Submit(number, 0, server, groups(1)[0], Expected(19, 1, 2), 60.0, b"", number, 0))
         await client._look([7, 8])
+        ends["a"].set()
+        async with asyncio.timeout(20.0):
+            while len(asked) < 4:
+                await asyncio.sleep(0)
+        assert sorted(asked) == [("a", 1), ("a", 3), ("b", 1), ("b", 3)]
         for attempt in client._attempts.values():
             attempt.task.cancel()
         found: dict[int, dict[tuple[int, int], Sampled]] = client._seen

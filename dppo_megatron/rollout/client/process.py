@@ -283,8 +283,8 @@ class Client:
                 self._abort(ticket)
             await asyncio.sleep(wait_s)
             wait_s *= 2
-        for ticket in late:
-            self._unseen(ticket)
+        for ticket in late:  # it goes on once it has ended
+            self._seen.pop(self._attempts[ticket].submit.rollout, None)
 
     def _unseen(self, ticket: int) -> None:
         """The tokens of an attempt cannot be seen: if a look waits for them, it has nothing of that rollout."""
