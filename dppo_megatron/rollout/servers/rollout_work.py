@@ -120,8 +120,8 @@ class Work:
     ended: set[int] = field(default_factory=set)
     """Requests that were late, so that servers were asked to abort them and keep their tokens so far."""
     resent: set[int] = field(default_factory=set)
-    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds or under
-    newer weights (wholly or in part). Long completions are lost more often, so retries favour short ones."""
+    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds, under newer
+    weights or through a save (wholly or in part). Long ones are lost more often, so retries favour short ones."""
     lost_under: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     """(group, position there) of a completion -> the weights version and the client of its last lost attempt."""
     was_seen: bool = False
