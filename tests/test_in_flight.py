@@ -39,7 +39,7 @@ from dppo_megatron.rollout.in_flight import collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
-from dppo_megatron.rollout.servers.http import Peer
+from dppo_megatron.rollout.servers.http import Peer, Stale
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import (
     NOT_BEGUN,
@@ -435,6 +435,30 @@ def test_one_that_hangs_holds_a_checkpoint_up_once(monkeypatch: pytest.MonkeyPat
 
     collected([replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)], take)
     assert asked == [(4, (4, 5)), (5, ())]
+
+
+@pytest.mark.parametrize(("after_s", "asked"), [(0.1, 3), (60.0, 1)])
+def test_a_connection_that_breaks_in_mid_request_is_a_failure(after_s: float, asked: int) -> None:
+    """A proxy that ends what takes a minute: asked again unsaid, until a short one comes, no label would tell of it."""
+    times, sent = list[float](), list[Any]()
+
+    async def attempt() -> None:
+        class Breaks:
+            async def abort(self, server: str, group: GenerateRequest) -> None: ...
+
+            async def generate(self, submit: Submit) -> list[Sampled]:
+                times.append(after_s)
+                raise Stale("closed")
+
+        client: Any = object.__new__(Client)
+        client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s, client._send, client._servers = {}, {}, sent.append, Breaks()
+        client._loop = SimpleNamespace(time=lambda: sum(times))
+        client._handle(Submit(1, 0, "a", groups(1)[0], Expected(19, 1, 2), 600.0, b"", 7, 0))
+        await client._attempts[1].task
+
+    asyncio.run(attempt())
+    assert len(times) == asked and [one.kind for one in sent] == ["unreachable"]
 
 
 def test_a_server_is_not_told_again_before_it_has_answered() -> None:

@@ -73,6 +73,8 @@ _ABORT_S = 30.0
 _ABORTS = 32
 """Connections for aborts, among `OWN_FILES`."""
 _INTERRUPT_S = 10.0
+_STALE_S = 5.0
+"""A kept connection that breaks after this long was in use: its request had begun, and what it sampled is lost."""
 _NOTED_S = 1.0
 """Rank 0 has long noted a failure of so long ago."""
 _SEND_INTERVAL_S = 0.01
@@ -255,11 +257,11 @@ class Client:
         for left in reversed(range(STALE_TRIES)):
             # an earlier attempt, whose connection was just closed, may still run, and SGLang refuses an id in use
             unique = msgspec.structs.replace(group, request_id=f"{group.request_id}.{secrets.token_hex(4)}")
-            running[unique.request_id] = unique
+            running[unique.request_id], asked_s = unique, self._loop.time()
             try:
                 return await self._servers.generate(msgspec.structs.replace(submit, group=unique))
             except Stale:
-                if not left:
+                if not left or self._loop.time() - asked_s > _STALE_S:
                     raise
                 # the server may have read the request before the connection broke, and be generating
                 self._start_task(self._servers.abort(submit.server, unique))
