@@ -25,18 +25,21 @@ from support.fake_fleet import World, answered, broken, groups, work_of
 from support.job import QUICK, job_config, read_metrics
 from support.killing import Kill, run_killed, run_whole
 from support.logged import logged_lines
+from support.served import rank_zero
 
 from dppo_megatron.checkpoint.checkpoint_dir import step_name
 from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.client.buffer import CompletionBuffer
-from dppo_megatron.rollout.client.messages import Arrived
-from dppo_megatron.rollout.client.process import Client
+from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over, ServerAddress
+from dppo_megatron.rollout.client.process import Client, ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.in_flight import collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine
+from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
+from dppo_megatron.rollout.servers.http import Peer, Stale
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import (
     NOT_BEGUN,
@@ -174,8 +177,8 @@ def test_nothing_that_was_sampled_is_sampled_again(
 
 
 def test_what_answers_other_requests_is_sampled_again(files: Path, tmp_path: Path, typists: dict[str, Typist]) -> None:
-    """Another sampling, other prompts, other limits of one, or another age that is allowed: a rollout as a whole, since
-    the finished ones alone are the short ones."""
+    """Another sampling, other prompts, other limits of one, another age that is allowed, or what another row of the
+    ledger stands for: a rollout as a whole, since the finished ones alone are the short ones."""
     said, sampling = logged_lines(), Sampling(LIMIT, 1.0, 0)
     engine = engine_of(files, tmp_path, typists)
     load(engine)
@@ -189,6 +192,7 @@ def test_what_answers_other_requests_is_sampled_again(files: Path, tmp_path: Pat
         (requests(2), Sampling(LIMIT, 0.9, 0), {}),
         ([Request(Prompt(i, "", (2, 4), "", ""), c, 2) for i in range(6) for c in range(4)], sampling, {}),
         (requests(2), sampling, {"rollout__async_steps": 1}),
+        (requests(2), sampling, {"rollout__sync__in_flight": "abort"}),
     ]
     for number, (asked, how, values) in enumerate(others, start=1):
         while any(one.typing for one in typists.values()):  # for the engine before, whose connections are closed
@@ -234,6 +238,34 @@ def test_a_part_brings_what_is_kept_of_it_to_whoever_is_asked() -> None:
     work.spread(2, 2)
     list(dispatch(world.fleet(), work))
     assert world.kept == [("a", 7, 0, 0), ("b", 7, 0, 2), ("b", 7, 0, 3), ("b", 7, 0, 0)]
+
+
+@pytest.mark.parametrize("was_seen", [False, True])
+def test_a_retry_at_another_client_after_a_checkpoint_draws_another(was_seen: bool) -> None:
+    """It has none of the tokens that the first client has gone on from, with another seed."""
+    world = World(reply=lambda ask: broken(ask) if ask.server == "a" else answered(ask), clients={"a": 0, "b": 1})
+    work = work_of(groups(1, 1), may_split=True, was_seen=was_seen)
+    list(dispatch(world.fleet(), work))
+    assert work.retries == 1 and work.resent == ({0} if was_seen else set())
+
+
+def test_what_was_taken_is_forgotten(files: Path, tmp_path: Path, typists: dict[str, Typist]) -> None:
+    """The beginnings of completions that were given up too, on all clients: a long run would gather them."""
+    client: Any = object.__new__(Client)
+    client._begun, client._failed_s = {number: {(0, 0): NOT_BEGUN} for number in (1, 2)}, {1: 0.0, 2: 0.0}
+    client._handle(TO_CLIENT.decode(ENCODER.encode(Over(1))))
+    assert [*client._begun] == [2] and [*client._failed_s] == [2]
+    engine, over = engine_of(files, tmp_path, typists), list[int]()
+    try:
+        rank_zero(engine).clients.over = over.append  # type: ignore[method-assign]
+        load(engine)
+        for step in (2, 3):
+            engine.start(requests(step), Sampling(LIMIT, 1.0, 0))
+        for taken in ([1], [1, 2]):
+            engine.finish()
+            assert over == taken
+    finally:
+        engine.close()
 
 
 @given(st.data())
@@ -322,7 +354,7 @@ def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch
     small, large = (Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 9))
     works = [replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)]
 
-    def take(rollout: int) -> list[Arrived]:
+    def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
         return [Arrived(0, 0, large if rollout == 4 else small, "", None)]
 
     assert sorted(collected(works, take)) == [4, 5]
@@ -356,6 +388,79 @@ def test_an_engine_that_keeps_nothing_is_given_nothing() -> None:
     assert engine.started == [([], "sampling")] * 2
 
 
+def test_one_that_hangs_holds_a_checkpoint_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rollouts are looked at together: the one that is on other servers is kept. What has ended too late to be seen
+    goes on like the others."""
+    monkeypatch.setattr("dppo_megatron.rollout.client.process._INTERRUPT_S", 0.3)
+    one = Sampled(np.array([5, 6], np.int32), np.zeros(2, np.float32), "abort", (("r.1", 0, 2),))
+
+    async def look() -> dict[int, dict[tuple[int, int], Sampled]]:
+        ends: dict[str, asyncio.Event] = {"a": asyncio.Event(), "b": asyncio.Event()}
+        asked: list[tuple[str, int]] = []
+
+        class Two:
+            async def abort(self, server: str, group: GenerateRequest) -> None:
+                if server == "b":
+                    ends["b"].set()
+
+            async def generate(self, submit: Submit) -> list[Sampled]:
+                asked.append((submit.server, len(submit.group.prompt_ids)))
+                await ends[submit.server].wait()
+                ends[submit.server].clear()
+                return [one] * submit.group.count
+
+        client: Any = object.__new__(Client)
+        client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s = {}, {}
+        client._loop, client._buffer, client._servers = asyncio.get_running_loop(), CompletionBuffer(), Two()
+        for number, server in ((7, "a"), (8, "b")):
+            client._handle(Submit(number, 0, server, groups(1)[0], Expected(19, 1, 2), 60.0, b"", number, 0))
+        await client._look([7, 8])
+        ends["a"].set()
+        async with asyncio.timeout(20.0):
+            while len(asked) < 4:
+                await asyncio.sleep(0)
+        assert sorted(asked) == [("a", 1), ("a", 3), ("b", 1), ("b", 3)]
+        for attempt in client._attempts.values():
+            attempt.task.cancel()
+        found: dict[int, dict[tuple[int, int], Sampled]] = client._seen
+        return found
+
+    assert asyncio.run(look()) == {8: {(0, 0): one}}
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
+        asked.append((rollout, looks_at))
+        return []
+
+    collected([replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)], take)
+    assert asked == [(4, (4, 5)), (5, ())]
+
+
+@pytest.mark.parametrize(("after_s", "asked"), [(0.1, 3), (60.0, 1)])
+def test_a_connection_that_breaks_in_mid_request_is_a_failure(after_s: float, asked: int) -> None:
+    """A proxy that ends what takes a minute: asked again unsaid, until a short one comes, no label would tell of it."""
+    times, sent = list[float](), list[Any]()
+
+    async def attempt() -> None:
+        class Breaks:
+            async def abort(self, server: str, group: GenerateRequest) -> None: ...
+
+            async def generate(self, submit: Submit) -> list[Sampled]:
+                times.append(after_s)
+                raise Stale("closed")
+
+        client: Any = object.__new__(Client)
+        client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s, client._send, client._servers = {}, {}, sent.append, Breaks()
+        client._loop = SimpleNamespace(time=lambda: sum(times))
+        client._handle(Submit(1, 0, "a", groups(1)[0], Expected(19, 1, 2), 600.0, b"", 7, 0))
+        await client._attempts[1].task
+
+    asyncio.run(attempt())
+    assert len(times) == asked and [one.kind for one in sent] == ["unreachable"]
+
+
 def test_a_server_is_not_told_again_before_it_has_answered() -> None:
     """Of 2,000 requests, each told anew after 0.02, 0.04, ... s, it would have 10,000 calls before them all."""
     told: list[str] = []
@@ -376,16 +481,39 @@ def test_a_server_is_not_told_again_before_it_has_answered() -> None:
 
         client: Any = object.__new__(Client)
         client._attempts, client._begun, client._interrupted, client._tasks = {}, {}, set(), set()
+        client._seen, client._failed_s = {}, {}
         client._loop, client._buffer, client._servers = asyncio.get_running_loop(), CompletionBuffer(), Slow()
         client._handle(Submit(1, 0, "a", groups(1)[0], Expected(19, 1, 2), 60.0, b"", 7, 0))
-        looking = asyncio.create_task(client._so_far(7))
+        looking = asyncio.create_task(client._look([7]))
         await asyncio.sleep(0.5)
         answers.set()
-        assert await looking == []
+        await looking
+        assert client._seen == {7: {}}
         client._attempts[1].task.cancel()
 
     asyncio.run(look())
     assert len(told) == 1
+
+
+def test_an_abort_needs_no_socket_of_the_requests(typists: dict[str, Typist]) -> None:
+    """After a save each completion has one, which may be all: none would be free to end them at the next save."""
+
+    async def ended() -> list[Sampled]:
+        connections = ServerConnections(1)
+        url, group = typists["a"].stubs.url("a"), GenerateRequest("1-0-0", (2,), 1, 0, max_tokens=LIMIT)
+        connections.add([ServerAddress(Peer(url), VLLMDialect())])
+        running = asyncio.create_task(
+            connections.generate(Submit(1, 0, url, group, Expected(19, 1, 2), 60.0, b"", 7, 0))
+        )
+        while not typists["a"].typing:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(connections.abort(url, group), 20.0)
+        found = await running
+        await connections.close()
+        return found
+
+    typists["a"].most = 0
+    assert [one.finish_reason for one in asyncio.run(ended())] == ["abort"]
 
 
 RUN = QUICK | {
@@ -432,6 +560,7 @@ class _Signal(Kill):
     [
         ("finish", 1, 1, Kill("update", 3)),
         ("finish", 1, 1, _Signal("update", 3)),
+        ("finish", 1, 1, Kill("saving", 2)),
         ("continue", 2, 2, Kill("update", 3)),
         ("abort", 1, 1, Kill("update", 3)),
     ],

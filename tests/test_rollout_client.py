@@ -60,7 +60,8 @@ def stubs() -> Iterator[StubServers]:
 def test_the_ages_of_a_step_are_of_all_its_rounds() -> None:
     """A round under weights two syncs old, then a refill under the newest; an evaluation between them has no part."""
     stats = RolloutStats()
-    zero: Any = SimpleNamespace(_config=Config(), fleet=SimpleNamespace(live=[]))
+    clients = SimpleNamespace(over=lambda rollout: None)
+    zero: Any = SimpleNamespace(_config=Config(), fleet=SimpleNamespace(live=[]), clients=clients)
     for version, tokens, trains in ((3, 900, True), (5, 5000, False), (5, 100, True)):
         work = Work([], Expected(9, 5, 5, ""), may_lose=trains)
         work.done[0] = Completed(0, [tokens], ["stop"], [(version, tokens)])

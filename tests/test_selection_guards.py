@@ -262,7 +262,7 @@ def test_sampling_again_what_was_interrupted_is_labelled() -> None:
     assert not _rows({"engine": "vllm", "sync.in_flight": "abort"})
     [row] = _rows({"engine": "sglang"}, groups_resent=1)
     assert (row.name, row.label, row.bias_estimate) == ("rollout/resent", "biased", 0.1)
-    assert row.note.endswith("without seeds, or with newer weights; bias about 10 %")
+    assert row.note.endswith("without seeds, or through a sync or save; bias about 10 %")
     assert not _rows({"engine": "sglang"}, groups_resent=0)
 
 

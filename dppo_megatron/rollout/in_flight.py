@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
+from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.distributed import gather_all, to_rank_zero
 from dppo_megatron.rollout.client.messages import Arrived
 from dppo_megatron.rollout.servers.rollout_work import Work
@@ -28,23 +29,27 @@ MOST_BYTES = 1 << 30
 GB."""
 
 
-def digest(groups: Sequence[GenerateRequest], async_steps: int) -> str:
-    """Of what decides whether completions answer these requests, and may be as old as they are."""
-    return hashlib.blake2b(msgspec.msgpack.encode((groups, async_steps)), digest_size=16).hexdigest()
+def digest(groups: Sequence[GenerateRequest], rollout: RolloutConfig) -> str:
+    """Of what decides whether completions answer these requests, may be as old as they are, and have the labels that
+    steps of this config give: those of a policy in FP8, or chosen by aborts, may not pass for others."""
+    how = rollout.async_steps, rollout.sync.in_flight, rollout.quantization
+    return hashlib.blake2b(msgspec.msgpack.encode((groups, how)), digest_size=16).hexdigest()
 
 
 def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | None) -> dict[int, dict[str, Any]]:
     """The state of each of `works` by step, on rank 0; empty if a client has ended. Collective. `take`: copies of what
     this rank's client has of a rollout, on the rank that has started a client."""
     state, failures = dict[int, dict[str, Any]](), list[str]()
+    looks_at = tuple(work.number for work in works)  # all at once: a server that ends nothing is waited for once
     for work in works:
         mine: list[Found] = []
         try:
-            mine = [((one.index, one.position), one.sampled) for one in (take(rollout=work.number) if take else ())]
+            found = take(rollout=work.number, looks_at=looks_at) if take else ()
+            mine, looks_at = [((one.index, one.position), one.sampled) for one in found], ()
         except RunAborted as error:  # the next step ends the run
             failures.append(str(error))
-        if found := to_rank_zero(mine):
-            one = packed(work, [*chain.from_iterable(found)])
+        if each := to_rank_zero(mine):
+            one = packed(work, [*chain.from_iterable(each)])
             if (size := sum(one[name].nbytes for name in ("tokens", "logprobs", "experts"))) <= MOST_BYTES:
                 state[work.order] = one
             else:
@@ -54,9 +59,16 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
 
 def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
     """The state of a rollout: of n completions their tokens, log-probabilities and experts, one after another. A client
-    may still have the beginning of a completion that another client has ended since: what has ended is kept."""
-    latest = dict(sorted(found, key=lambda one: (one[1].finish_reason != "abort", len(one[1].token_ids))))
+    may still have the beginning of a completion that another client has ended since: what has ended is kept. What an
+    earlier checkpoint had of it may not have been asked for yet."""
+    each = sorted([*work.kept.items(), *found], key=lambda it: (it[1].finish_reason != "abort", len(it[1].token_ids)))
+    latest = dict(each)
     rows = list(latest.values())
+    # with another seed it goes on from a place that the lost attempt may have passed; one given up gets another chance
+    done = [zip(work.completions_of(index), one.reasons, strict=True) for index, one in list(work.done.items())]
+    again = set(work.lost_under).difference(place for place, reason in chain.from_iterable(done) if reason != "abort")
+    given_up = {work.part_of(index) for index in [*list(work.lost), *list(work.ended)]}
+    work.resent.update(group for group, _ in again | given_up)
     experts = [one.experts for one in rows if one.experts is not None]
     return {
         "requests": work.digest,

@@ -192,6 +192,8 @@ class ServerEngine(Engine):
         """What is running is aborted, and goes on from its tokens. Empty if the rollout thread has failed."""
         if self._zero.ask(lambda zero: zero.background.has_failed):
             return {}
+        for work in self._started:
+            work.was_seen = True
         from_client = partial(take, self._take_path, self._secret, 0, 1, copies=True)
         return collected(self._started, from_client if self._client is not None else None)
 
@@ -330,8 +332,8 @@ class ServerEngine(Engine):
         work = Work(groups, expected, prompts, places, may_lose=trains, may_split=trains)
         work.order = requests[0].step if trains and requests else 0  # evaluations have priority over every step
         work.number = number
-        if trains and self._zero.is_here and (async_steps := self._config.rollout.async_steps):
-            work.digest = digest(groups, async_steps)
+        if trains and self._zero.is_here and self._config.rollout.async_steps:
+            work.digest = digest(groups, self._config.rollout)
         return work
 
     def _take(self, work: Work) -> dict[int, Completion]:
@@ -398,7 +400,8 @@ class RankZero:
         self.clients.cancel([ticket for work in works for ticket in work.landed])
 
     def count(self, work: Work, version: int, stats: RolloutStats) -> None:
-        """Add a finished rollout to `stats`. `version` is the current weights version."""
+        """Add a finished rollout, which has been taken, to `stats`. `version` is the current weights version."""
+        self.clients.over(work.number)
         rollout = self._config.rollout
         if rollout.async_steps and work.may_lose:
             stats.add(tokens_read_again=sum(landed.read_again for landed in work.done.values()))

@@ -234,6 +234,6 @@ def server_rows(config: RolloutConfig, stats: RolloutStats, *, sizes: IntArray) 
         share = min(1.0, (stats.completions_aborted or 0) / max(int(sizes.sum()), 1))  # some more than once
         rows.append(LedgerRow("rollout/aborted", 1.0, "biased", note).with_bias(share))
     if resent := stats.groups_resent:
-        note = f"{resent} groups of a server that failed were {again}: without seeds, or with newer weights"
+        note = f"{resent} groups of a server that failed were {again}: without seeds, or through a sync or save"
         rows.append(LedgerRow("rollout/resent", 1.0, "biased", note).with_bias(resent / max(len(sizes), 1)))
     return tuple(rows)

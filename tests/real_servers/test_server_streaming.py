@@ -84,12 +84,13 @@ def test_another_trainer_goes_on_with_what_is_in_flight(served: Served, tmp_path
     engine.load_weights(reference.weights)
 
     def look() -> None:
-        [state] = engine.in_flight().values()
-        states.append(state)
+        while not states or states[-1]["reasons"].count("abort") <= 10:  # a slow machine may have only begun
+            states.extend(engine.in_flight().values())
+            assert states[-1]["reasons"].count("abort") > 10 or len(states[-1]["reasons"]) < 96
 
     first = generate_while(engine, requests, look, tokens_each=4 * LONG, wait_s=0.6)
     assert engine.statistics().retries == 0
-    [state], other = states, served.engine(config)
+    state, other = states[-1], served.engine(config)
     other.weights_version = engine.weights_version - 1
     other.load_weights(reference.weights)
     other.start(requests, sampling, state)

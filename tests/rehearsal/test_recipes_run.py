@@ -162,7 +162,7 @@ def test_a_recipe_trains_with_servers_in_fp8(bench: Bench, tmp_path: Path) -> No
 @pytest.mark.long
 def test_a_recipe_trains_with_early_stops_and_a_step_ahead(bench: Bench, tmp_path: Path) -> None:
     """Two nodes, a rollout client each, colocated servers that sleep over the next step's requests: every completion of
-    a group is asked for alone, and what is stopped is graded by nobody."""
+    a group is asked for alone, and what is stopped is graded by nobody. Resumed, it goes on with what was in flight."""
     early = ("pruning.early_stop.after_tokens=3", "objective.advantage=rloo")
     early += ("rollout.async_steps=1", "rollout.sync.in_flight=continue")
     small = MINIATURES["qwen3_32b_32gpus_dppo"]
@@ -172,6 +172,10 @@ def test_a_recipe_trains_with_early_stops_and_a_step_ahead(bench: Bench, tmp_pat
     for row in rows[1:]:
         assert row["rollout/stopped_early_count"] > 0 and row["reward/failed_count"] == 0
         assert "rollout/early_stop" in [one["name"] for one in row["prune/ledger"]]
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").glob("step_*")))
+    said, again, notes = _train(small, bench, tmp_path)
+    assert "rollout: step 3: " in said and "are the checkpoint's" in said, "from both nodes' clients"
+    _check(small, said, again, notes, syncs=2, tolerance=0.2)
 
 
 @needs("vllm")

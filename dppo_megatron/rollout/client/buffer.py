@@ -60,12 +60,12 @@ class CompletionBuffer:
                 self._groups[ticket].texts, self._groups[ticket].grades = texts, grades
             return ticket in self._groups
 
-    def ended(self, rollout: int) -> dict[tuple[int, int], Sampled]:
-        """All completions of a rollout that were not aborted, by group and position."""
+    def sampled(self, rollout: int) -> dict[tuple[int, int], Sampled]:
+        """All completions of a rollout, by group and position, ended or as long as they were when they were aborted."""
         with self._lock:
             groups = [group for group in self._groups.values() if group.rollout == rollout]
         each = ((group.index, place, one) for group in groups for place, one in enumerate(group.sampled, group.first))
-        return {(index, place): one for index, place, one in each if one.finish_reason != "abort"}
+        return {(index, place): one for index, place, one in each if len(one.token_ids)}
 
     def take(self, share: int, shares: int, rollout: int = 0) -> list[BufferedGroup]:
         """Remove and return a share of a rollout's ready groups, ordered by index."""

@@ -65,6 +65,12 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     """A pickled `Sampled`."""
 
 
+class Over(msgspec.Struct, frozen=True, tag=True):
+    """A rollout of which nothing is wanted any more."""
+
+    rollout: int
+
+
 class ClientLost(msgspec.Struct, frozen=True, tag=True):
     text: str
 
@@ -76,10 +82,12 @@ class TakeShare(msgspec.Struct, frozen=True):
     shares: int
     rollout: int
     copies: bool = False
-    """Instead: copies of all that was sampled for the rollout so far, finished or not (`Client._so_far`)."""
+    """Instead: copies of what the latest look has seen of the rollout, finished or not."""
+    looks_at: tuple[int, ...] = ()
+    """Rollouts to look at before (`Client._look`)."""
 
 
-ToClient = Servers | Submit | EndRequests | Begun
+ToClient = Servers | Submit | EndRequests | Begun | Over
 FromClient = ClientHello | Completed | Graded | AttemptFailed | ClientLost
 
 ENCODER = msgspec.msgpack.Encoder()

@@ -25,7 +25,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +70,13 @@ OWN_FILES = 64
 """Open files that the client needs in addition to the sockets of its requests."""
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
+_ABORTS = 32
+"""Connections for aborts, among `OWN_FILES`."""
 _INTERRUPT_S = 10.0
+_STALE_S = 5.0
+"""A kept connection that breaks after this long was in use: its request had begun, and what it sampled is lost."""
+_NOTED_S = 1.0
+"""Rank 0 has long noted a failure of so long ago."""
 _SEND_INTERVAL_S = 0.01
 """Minimum time between two writes to rank 0: each wakes a thread there that takes the interpreter from training."""
 
@@ -100,6 +106,8 @@ class _OpenAttempt:
     """Its requests at the server, by their ids there."""
     told: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The latest call that ends a request, by the request's id."""
+    is_late: bool = False
+    """Rank 0 has had it ended, so it does not go on."""
 
 
 class Client:
@@ -109,10 +117,14 @@ class Client:
         self._setup, self._control = setup, control
         self._buffer = CompletionBuffer()
         self._attempts: dict[int, _OpenAttempt] = {}
-        self._begun: dict[tuple[int, int, int], Sampled] = {}
-        """What was sampled of completions that are not done, by (rollout, group, position in it)."""
+        self._begun: dict[int, dict[tuple[int, int], Sampled]] = {}
+        """What was sampled of completions that are not done, by rollout, then by group and position in it."""
         self._interrupted: set[int] = set()
         """Tickets whose requests are aborted to see their tokens, and then go on."""
+        self._seen: dict[int, dict[tuple[int, int], Sampled]] = {}
+        """The same of all completions, as the latest look has seen them."""
+        self._failed_s: dict[int, float] = {}
+        """When an attempt of a rollout failed last, on the loop's clock."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._loop = asyncio.get_running_loop()
@@ -147,13 +159,18 @@ class Client:
         elif isinstance(message, Submit):
             self._attempts[message.ticket] = _OpenAttempt(message, self._start_task(self._attempt(message)))
         elif isinstance(message, messages.Begun):
-            self._begun.setdefault(message.key, pickle.loads(message.sampled))  # by this job's rank 0, as the prompts
+            sampled = pickle.loads(message.sampled)  # by this job's rank 0, as the prompts
+            self._begun.setdefault(message.key[0], {}).setdefault(message.key[1:], sampled)
+        elif isinstance(message, messages.Over):
+            for known in (self._begun, self._failed_s):
+                known.pop(message.rollout, None)
         else:
-            self._interrupted.difference_update(message.tickets)
             for ticket in message.tickets:
+                self._unseen(ticket)
                 if message.drops and ticket in self._attempts:
                     self._attempts.pop(ticket).task.cancel()
                 elif ticket in self._attempts:
+                    self._attempts[ticket].is_late = True
                     self._abort(ticket)
             if message.drops:
                 self._buffer.drop(message.tickets)
@@ -200,20 +217,25 @@ class Client:
     async def _sample(self, submit: Submit) -> list[Sampled]:
         """The completions of a group. If some have begun, each goes on from there, in a request of its own."""
         group, deadline = submit.group, self._loop.time() + submit.timeout_s
-        keys = [(submit.rollout, submit.index, submit.first + place) for place in range(group.count)]
+        keys = [(submit.index, submit.first + place) for place in range(group.count)]
+        known = self._begun.setdefault(submit.rollout, {})
         while True:
-            begun = [self._begun.get(key, NOT_BEGUN) for key in keys]
+            begun = [known.get(key, NOT_BEGUN) for key in keys]
             left = msgspec.structs.replace(submit, timeout_s=deadline - self._loop.time())
-            is_new = self._begun.keys().isdisjoint(keys)
+            is_new = known.keys().isdisjoint(keys)
             sampled = await (self._ask(left, group) if is_new else self._go_on(left, begun))
             if submit.ticket not in self._interrupted:
                 break
             self._interrupted.discard(submit.ticket)
             ends = [until_end(one, group, index) for index, one in enumerate(sampled)]
-            self._begun |= {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
-        for key, one in zip(keys, sampled, strict=True):
+            found = {key: one for key, one in zip(keys, ends, strict=True) if len(one.token_ids)}
+            for seen in (known, self._seen.get(submit.rollout, {})):
+                seen |= found
+        for index, (key, one) in enumerate(zip(keys, sampled, strict=True)):
             if one.finish_reason != "abort":
-                self._begun.pop(key, None)
+                known.pop(key, None)
+            elif until_end(one, group, index) is not one:  # drafted beyond its end: no look may take it for a beginning
+                sampled[index] = NOT_BEGUN
         return sampled
 
     async def _go_on(self, submit: Submit, sampled: list[Sampled]) -> list[Sampled]:
@@ -235,11 +257,11 @@ class Client:
         for left in reversed(range(STALE_TRIES)):
             # an earlier attempt, whose connection was just closed, may still run, and SGLang refuses an id in use
             unique = msgspec.structs.replace(group, request_id=f"{group.request_id}.{secrets.token_hex(4)}")
-            running[unique.request_id] = unique
+            running[unique.request_id], asked_s = unique, self._loop.time()
             try:
                 return await self._servers.generate(msgspec.structs.replace(submit, group=unique))
             except Stale:
-                if not left:
+                if not left or self._loop.time() - asked_s > _STALE_S:
                     raise
                 # the server may have read the request before the connection broke, and be generating
                 self._start_task(self._servers.abort(submit.server, unique))
@@ -247,23 +269,30 @@ class Client:
                 del running[unique.request_id]
         raise AssertionError("the last try returns or raises")
 
-    async def _so_far(self, rollout: int) -> list[BufferedGroup]:
-        """What a rollout has sampled so far, a group per completion. Its requests are aborted, and go on at once from
-        their tokens. Empty if one has not ended after `_INTERRUPT_S`: without it the others favour short completions.
-        """
-        tickets = {ticket for ticket, one in self._attempts.items() if one.submit.rollout == rollout}
+    async def _look(self, rollouts: Collection[int]) -> None:
+        """See what rollouts have sampled so far. Their requests are aborted, and go on at once from their tokens. Each
+        is seen at one moment: what ends while others are still waited for would be the short completions. Nothing is
+        seen of a rollout with a request that has not ended after `_INTERRUPT_S`, or fails, for the same reason; nor if
+        one has just failed, which rank 0 may not have noted yet."""
+        failed_s = self._loop.time() - _NOTED_S
+        tickets = {at for at, one in self._attempts.items() if one.submit.rollout in rollouts and not one.is_late}
+        which = [one for one in rollouts if self._failed_s.get(one, failed_s) <= failed_s]
+        self._seen = {one: self._begun.get(one, {}) | self._buffer.sampled(one) for one in which}
         self._interrupted |= tickets
         wait_s = 0.02
-        while (late := tickets & self._interrupted & self._attempts.keys()) and wait_s < _INTERRUPT_S:
+        while (late := tickets & self._interrupted) and wait_s < _INTERRUPT_S:
             for ticket in late:  # again each time: an abort that overtakes its request has no effect
                 self._abort(ticket)
             await asyncio.sleep(wait_s)
             wait_s *= 2
-        self._interrupted -= tickets
-        if late:
-            return []
-        found = {key[1:]: one for key, one in self._begun.items() if key[0] == rollout} | self._buffer.ended(rollout)
-        return [BufferedGroup(index, [one], [""], first=place) for (index, place), one in found.items()]
+        for ticket in late:  # it goes on once it has ended
+            self._seen.pop(self._attempts[ticket].submit.rollout, None)
+
+    def _unseen(self, ticket: int) -> None:
+        """The tokens of an attempt cannot be seen: if a look waits for them, it has nothing of that rollout."""
+        if ticket in self._interrupted:
+            self._interrupted.remove(ticket)
+            self._seen.pop(self._attempts[ticket].submit.rollout, None)
 
     def _detokenize(self, submit: Submit, sampled: Sequence[Sampled]) -> None:
         """Detokenize a group and start its grading; runs in the text thread."""
@@ -310,7 +339,9 @@ class Client:
         self._loop.call_soon_threadsafe(self._send, messages.ClientLost(brief(error)))
 
     def _fail(self, message: AttemptFailed) -> None:
-        self._attempts.pop(message.ticket, None)
+        self._unseen(message.ticket)
+        if (attempt := self._attempts.pop(message.ticket, None)) is not None:
+            self._failed_s[attempt.submit.rollout] = self._loop.time()
         self._send(message)
 
     def _send(self, message: messages.FromClient) -> None:
@@ -331,9 +362,13 @@ class Client:
                 peer.settimeout(_CONNECT_S)
                 messages.handshake(peer, self._setup.secret, listens=True)
                 take = messages.TAKE.decode(messages.receive(peer))
-                groups = [] if take.copies else self._buffer.take(take.share, take.shares, take.rollout)
-                if take.copies:
-                    groups = asyncio.run_coroutine_threadsafe(self._so_far(take.rollout), self._loop).result()
+                if take.looks_at:
+                    asyncio.run_coroutine_threadsafe(self._look(take.looks_at), self._loop).result()
+                if take.copies:  # of a look that is over: nothing in the loop changes it
+                    seen = self._seen.pop(take.rollout, {})
+                    groups = [BufferedGroup(at, [one], [""], first=place) for (at, place), one in seen.items()]
+                else:
+                    groups = self._buffer.take(take.share, take.shares, take.rollout)
                 hand_over(peer, groups)
 
 
@@ -342,6 +377,8 @@ class ServerConnections:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
+        self._aborts = Transport(_ABORTS)
+        """Their own connections: after a look each completion has one, for which the abort that frees it would wait."""
         self._servers: dict[str, messages.ServerAddress] = {}
         self._running: set[str] = set()
         """Ids of requests in flight that have not been aborted."""
@@ -351,6 +388,7 @@ class ServerConnections:
         for address in servers:
             self._servers[address.peer.url] = address
             self._transport.know(address.peer)
+            self._aborts.know(address.peer)
 
     async def generate(self, submit: Submit) -> list[Sampled]:
         """The completions of a group, checked. If the request is aborted before its last round is posted, that is not
@@ -383,12 +421,12 @@ class ServerConnections:
         await asyncio.gather(*(self._abort_at(peer, calls) for peer in address.workers or [address.peer]))
 
     async def close(self) -> None:
-        await self._transport.close()
+        await asyncio.gather(self._transport.close(), self._aborts.close())
 
     async def _abort_at(self, peer: Peer, calls: Sequence[Call]) -> None:
         for call in calls:
             try:
-                await self._transport.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
+                await self._aborts.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
             except (Unreachable, Refused, OurFault):
                 return
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -122,7 +123,7 @@ class NodeClient:
 
 
 def take(
-    path: str, secret: bytes, share: int, shares: int, rollout: int = 0, *, copies: bool = False
+    path: str, secret: bytes, share: int, shares: int, rollout: int = 0, **copies: Any
 ) -> Iterator[messages.Arrived]:
     """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended.
     `copies`: see `TakeShare`."""
@@ -130,7 +131,7 @@ def take(
         with messages.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             messages.handshake(peer, secret, listens=False)
-            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, copies)))
+            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, **copies)))
             yield from messages.take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None
@@ -239,6 +240,12 @@ class Clients:
 
     def keep(self, server: str, key: tuple[int, int, int], sampled: Sampled) -> None:
         self._send(self._of_server[server], messages.Begun(key, pickle.dumps(sampled)))
+
+    def over(self, rollout: int) -> None:
+        """Have the clients forget what they have of a rollout that has been taken."""
+        for node in self._nodes:
+            with contextlib.suppress(RunAborted):  # the next step raises it, on all ranks
+                self._send(node, messages.Over(rollout))
 
     def end(self, tickets: Sequence[int]) -> None:
         self._end(tickets, drops=False)

@@ -185,14 +185,16 @@ class Dispatch:
         version = self._fleet.expected
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages, version)
         whole, first = work.part_of(index)
-        if work.sampled_under.get(index, version) != version:
-            work.resent.add(whole)
+        client, each = self._clients.client_of(member.name), work.completions_of(index)
+        for under, at in (work.lost_under[one] for one in each if one in work.lost_under):
+            if under != version or (work.was_seen and at != client):
+                work.resent.add(whole)
         self._count_near(work, index, member, 1)
         prompt = work.prompts[whole] if work.prompts else b""
         limit_s = left_s + _CLIENT_GRACE_S
-        for place in range(first, first + group.count) if work.kept else ():
-            if (sampled := work.kept.get((whole, place))) is not None:
-                self._clients.keep(member.name, (work.number, whole, place), sampled)
+        for one in each if work.kept else ():
+            if (sampled := work.kept.get(one)) is not None:
+                self._clients.keep(member.name, (work.number, *one), sampled)
         self._clients.ask(Submit(ticket, whole, member.name, group, work.expected, limit_s, prompt, work.number, first))
 
     def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
@@ -241,10 +243,11 @@ class Dispatch:
         if isinstance(event, AttemptFailed):
             self._failed(attempt, event)
             return None
+        each = work.completions_of(attempt.index)
+        lost_under = {version_number(work.lost_under[one][0]) for one in each if one in work.lost_under}
         if "abort" in event.reasons and attempt.index not in work.ended and not self._aborted(attempt, event):
             return None
-        lost_under = work.sampled_under.get(attempt.index)
-        if lost_under is not None and any(version != version_number(lost_under) for version, _ in event.spans):
+        if lost_under and any({version} != lost_under for version, _ in event.spans):
             work.resent.add(work.part_of(attempt.index)[0])  # there was a sync after the retry began
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index
@@ -265,7 +268,8 @@ class Dispatch:
     def _note_sampled(self, attempt: _Attempt, index: int) -> None:
         """The server may have begun to sample request `index`; a retry may then yield other completions."""
         work = attempt.work
-        work.sampled_under[index] = attempt.version
+        lost = attempt.version, self._clients.client_of(attempt.member.name)
+        work.lost_under.update(dict.fromkeys(work.completions_of(index), lost))
         if not attempt.member.server.dialect.seeded:
             work.resent.add(work.part_of(index)[0])
 
@@ -285,7 +289,7 @@ class Dispatch:
             if not work.may_lose:
                 raise RunAborted(f"{member.name} refused request {request_id}: {event.text}")
             return self._give_up(work, attempt.index, f"{member.name} refused it: {event.text}")
-        never_started = is_refused and (event.status in BUSY or event.status < 500)
+        never_started = is_refused and (event.status in BUSY or event.status < 500) and self._is_one_call(attempt)
         self._retry(attempt, was_sampled=not never_started)
         if is_refused and event.status in BUSY:
             during_sync = attempt.version != self._fleet.expected and event.status == 503
@@ -298,6 +302,12 @@ class Dispatch:
             if member.delivered_s > deadline_s:
                 return None  # it answers other requests, so it does not hang: it only missed the abort of this one
         self._count_failure(attempt, event.text)
+
+    def _is_one_call(self, attempt: _Attempt) -> bool:
+        """Else the refusal of one call has ended others, which may have sampled."""
+        work, group = attempt.work, attempt.work.groups[attempt.index]
+        is_parted = work.was_seen or work.kept or len(attempt.member.server.dialect.rounds(group)[-1]) > 1
+        return group.count == 1 or not is_parted
 
     def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
         """A weight sync, or the server on its own, aborted completions. Returns whether the others are used: then only

@@ -120,10 +120,13 @@ class Work:
     ended: set[int] = field(default_factory=set)
     """Requests that were late, so that servers were asked to abort them and keep their tokens so far."""
     resent: set[int] = field(default_factory=set)
-    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds or under
-    newer weights (wholly or in part). Long completions are lost more often, so retries favour short ones."""
-    sampled_under: dict[int, str] = field(default_factory=dict)
-    """Request -> the weights version of its last lost attempt."""
+    """Groups that lost an attempt during sampling and whose retry samples other completions, without seeds, under newer
+    weights or through a save (wholly or in part). Long ones are lost more often, so retries favour short ones."""
+    lost_under: dict[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    """(group, position there) of a completion -> the weights version and the client of its last lost attempt."""
+    was_seen: bool = False
+    """A checkpoint has interrupted its requests: each completion goes on in a request of its own, from the tokens that
+    its client alone has."""
     digest: str = ""
     """Of the requests, see `in_flight`; empty: no checkpoint holds what is in flight of them."""
     kept: dict[tuple[int, int], Sampled] = field(default_factory=dict)
@@ -147,8 +150,7 @@ class Work:
     @property
     def missing(self) -> dict[tuple[int, int], str]:
         """(group, position there) of each completion that was given up, and why."""
-        parts = [(*self.part_of(index), self.groups[index].count, why) for index, why in self.lost.items()]
-        return {(whole, place): why for whole, first, count, why in parts for place in range(first, first + count)}
+        return {one: why for index, why in self.lost.items() for one in self.completions_of(index)}
 
     @property
     def homes(self) -> dict[int, int]:
@@ -158,6 +160,11 @@ class Work:
     def part_of(self, index: int) -> tuple[int, int]:
         """The group of request `index`, and the position there of its first completion."""
         return self.parts.get(index, (index, 0))
+
+    def completions_of(self, index: int) -> list[tuple[int, int]]:
+        """(group, position there) of each completion of request `index`."""
+        whole, first = self.part_of(index)
+        return [(whole, place) for place in range(first, first + self.groups[index].count)]
 
     @property
     def is_wanted(self) -> bool:

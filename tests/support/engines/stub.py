@@ -83,6 +83,8 @@ class StubServers:
     """The ids that each server was asked to end."""
     versions: dict[str, str] = field(default_factory=dict)
     """What each server was told that its weights are called."""
+    dead: dict[str, int] = field(default_factory=dict)
+    """How many more connections each server closes; then it is back."""
     port: int = 0
 
     def __enter__(self) -> StubServers:
@@ -120,6 +122,9 @@ class StubServers:
                 headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:] if line)}
                 content = await reader.readexactly(int(headers.get("content-length", 0)))
                 name, _, rest = path[1:].partition("/")
+                if self.dead.get(name):
+                    self.dead[name] -= 1
+                    return
                 body = json.loads(content) if content else None
                 generates = bool(content) and rest in (
                     "inference/v1/generate",

@@ -78,6 +78,8 @@ class Typist:
     async def _type(self, answers: list[dict[str, Any]]) -> None:
         while going := [one for one in answers if one["done"] + len(one["versions"]) < len(one["tokens"])]:
             await asyncio.sleep(self.tick_s)
+            if self.stubs.dead.get(self.name):
+                raise ConnectionResetError
             for one in going:
                 if any(one["id"] in ended for ended in self.stubs.aborted.get(self.name, ())) and not self.deaf:
                     one["tokens"] = one["tokens"][: one["done"] + len(one["versions"])]
