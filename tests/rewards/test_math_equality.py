@@ -259,6 +259,22 @@ def test_factorials_that_are_not_defined_everywhere(monkeypatch: pytest.MonkeyPa
         assert found == [other for _, other in equal], number
 
 
+def test_sums_are_found_equal_whatever_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large points are only as large as the sums can be carried out there: at up to 500 it was 15 of 20 secrets for
+    the first sum, and 11 of 20 for the second. Nor is a sum without terms compared with what (a + b)^n is at -1."""
+    sums = {
+        "2^n": r"\sum_{k=0}^n\binom{n}{k}",
+        r"\binom{2n}{n}": r"\sum_{k=0}^n\binom{n}{k}^2",
+        r"\frac{n(n^2+1)}{2}": r"\frac{1}{n}\sum_{k=1}^{n^2}k",
+        r"\binom{n+1}{m+1}": r"\sum_{k=m}^n\binom{k}{m}",
+        "(a+b)^n": r"\sum_{k=0}^n\binom{n}{k}a^kb^{n-k}",
+    }
+    pairs = [(parse(clean(gold)), parse(clean(other))) for gold, other in sums.items()]
+    for number in range(40):
+        monkeypatch.setattr(field, "_SECRET", str(number).encode())
+        assert [same(gold, other) for gold, other in pairs] == [True] * len(pairs), number
+
+
 def test_rewritten_functions_are_found_equal(cases: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 99.5 % of them; none is found different."""
     chosen, unknown, different = cases("equal expressions", 500), [], []

@@ -108,13 +108,14 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
         return None
     numbers = drawn(f"whole {names}")
     points: list[Point] = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
-    start = sorted(numbers.sample(range(100, 500), len(names)))
-    orders = enumerate([*itertools.permutations(names)] * 4)
+    orders = [*enumerate([*itertools.permutations(names)] * 4)]
+    most = next((most for most in (500, 250, 120, 60) if not sums or _fits(gold, other, names, most, work)), 40)
+    start = sorted(numbers.sample(range(max(13, most // 4), most - len(orders)), len(names)))
     points += [{name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders]
     num_near = len(points)
     bounds = (*(12,) * 12 * (len(names) - 1), 30, 90, 300, 1000, 10**6, 10**13, 10**20)
     points += [{name: Fraction(numbers.randrange(1, bound)) for name in names} for bound in bounds]
-    points += [{name: Fraction(-numbers.randrange(1, bound)) for name in names} for bound in (30, 10**4, 10**9)]
+    points += [{name: Fraction(-numbers.randrange(5, bound)) for name in names} for bound in (30, 10**4, 10**9)]
     periodic = {node for node in walk(("+", gold, other)) if node[0] == "f" and node[1] in _PERIODIC and symbols(node)}
     if periodic:  # gcd(n, 1009) - 1 is 0 at nearly every point
         parts = [part for node in periodic for part in walk(node)]
@@ -130,6 +131,19 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     if "equal" not in outcomes[12:num_near] or "too big" in outcomes[12:num_near]:
         return None
     return outcomes.count("equal") >= 4 * _ENOUGH or None
+
+
+def _fits(gold: Node, other: Node, names: Sequence[str], most: int, work: WorkLimit) -> bool:
+    """Whether sums can be carried out for numbers up to `most`, at four points for every order of the letters: else
+    the secret would decide, as that of n binomials can be at n = 300 and not at 450."""
+    for large in dict.fromkeys([tuple(names), *((name,) for name in names)]):
+        part = WorkLimit(allowed := work.left // (4 * math.factorial(len(names))))
+        point = dict.fromkeys(names, Fraction(most // 4)) | dict.fromkeys(large, Fraction(most))
+        outcome = _at(gold, other, point, part)
+        work.left -= allowed - part.left
+        if outcome == "too big":
+            return False
+    return True
 
 
 def _has_period(node: Node) -> bool:
