@@ -98,7 +98,8 @@ class Lane:
                 return not pool.is_closing
             if not pool.has_started:
                 raise UserError(f"{problem}; its output, if any, is above")
-            _log.error("%s; it has started before", problem)
+            others = "; reward.processes=1 if only one can run at a time" if len(pool.processes) > 1 else ""
+            _log.error("%s; it has started before%s", problem, others)
         return False
 
     def _wait_ready(self) -> str:
