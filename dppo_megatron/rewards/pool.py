@@ -98,8 +98,8 @@ class Lane:
                 return not pool.is_closing
             if not pool.has_started:
                 raise UserError(f"{problem}; its output, if any, is above")
-            others = "; reward.processes=1 if only one can run at a time" if len(pool.processes) > 1 else ""
-            _log.error("%s; it has started before%s", problem, others)
+            remedy = "; reward.processes=1 if only one can run at a time" if pool.num_processes > 1 else ""
+            _log.error("%s; it has started before%s", problem, remedy)
         return False
 
     def _wait_ready(self) -> str:
@@ -287,8 +287,7 @@ class Grader(GradingQueue):
     Args:
         functions: the grader, or several whose weighted sum is the reward.
         processes: how many run at a time.
-        one_if_many: a grader that takes many samples at a time, asynchronous or in lists, has one; of others the rest start
-            once that is known.
+        one_if_many: a grader that takes many samples at a time (lists, `async`) has one; others start once it is known.
         timeout_s: for one sample, all functions together.
         memory_mb: that a process may use beyond what it starts with; 0: no limit.
         max_concurrent: samples that an asynchronous process has open at a time, or that one call with lists gets.
