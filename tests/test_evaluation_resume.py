@@ -123,8 +123,9 @@ def test_after_a_real_kill(files: Path, tmp_path: Path, capsys: pytest.CaptureFi
     so_far = json.loads((tmp_path / "so far" / "results.json").read_text())
     assert so_far["reward"]["timeout_s"] == 7 and so_far["sets"].keys() == {"s"}, "by its own limits"
     assert f"the evaluation has not ended; it has {len(left[1])} samples so far" in capsys.readouterr().out
-    assert main(["eval", "--rescore", str(killed), "--out", str(killed)]) == 2
-    assert "holds the evaluation, which could not be resumed then" in capsys.readouterr().err
+    for samples in (killed, tmp_path / "so far"):
+        assert main(["eval", "--rescore", str(samples), "--out", str(killed)]) == 2
+        assert "holds an evaluation that could not be resumed then" in capsys.readouterr().err
     assert main([*words, "--out", str(killed), "eval.top_p=0.5", "seed=1"]) == 2
     said = capsys.readouterr().err
     assert "begun with something else (seed: 0, now 1; sets.s.top_p: 1.0, now 0.5)" in said

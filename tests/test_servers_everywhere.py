@@ -106,7 +106,7 @@ def test_a_restart_quotes_the_last_error_since_the_last_start(files: Path, tmp_p
     """The engine's: its front end's only says that it is dead. Without the key or a proxy's password, and without
     earlier starts."""
     lines = [
-        "RuntimeError: no kernel for sesame at http://me:p@ss@proxy:80/x",
+        "RuntimeError: no kernel for sesame at http://me:p@s's@proxy:80/x",
         "x.EngineDeadError: EngineCore encountered an issue.",
         "at most `OSError: 24`",
     ]

@@ -61,9 +61,9 @@ class RewardConfig:
     timeout_s: float = ranged(30.0, SECONDS, free_at_resume=True)
     """A grading that takes longer is ended and its process replaced. It counts as failed, not as reward 0."""
     processes: int = ranged(0, "[0, 1024]", free_at_resume=True)
-    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. 0: one of a built-in or an
-    `async def` grader; of any other of yours the node's cores divided by its ranks, but at most 16, as each imports the
-    grader. The start logs how many."""
+    """Grader processes per rank; with rollout servers, the ranks of a node share theirs. 0: one of a built-in
+    grader, or one that is `async def` or takes lists; of any other the node's cores divided by its ranks, but at most
+    16, as each imports the grader. The start logs how many."""
     max_concurrent: int = ranged(256, "[1, 100000]", free_at_resume=True)
     """Most gradings in progress in each process of an `async def` grader; also the most completions in one call of a
     grader that takes lists."""

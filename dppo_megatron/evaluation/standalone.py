@@ -25,6 +25,7 @@ from dppo_megatron.evaluation.eval_samples import (
     FORMAT,
     RESULTS,
     SAMPLES,
+    UNFINISHED,
     EvalSample,
     UnfinishedSamples,
     check_out,
@@ -189,13 +190,11 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
     """
     if out is not None:
         check_out(out, RESULTS)
+        if (out / UNFINISHED).is_file():
+            raise UserError(f"--out '{out}' holds an evaluation that could not be resumed then; choose another --out")
     beside = (path if path.is_dir() else path.parent) / RESULTS
     with progress(f"reading {path}"):
         unfinished = read_unfinished(path) if not beside.is_file() else None
-        if unfinished is not None and out is not None and out.resolve() == path.resolve():
-            raise UserError(
-                f"--out '{out}' holds the evaluation, which could not be resumed then; choose another --out"
-            )
         if unfinished is not None and not unfinished[1]:
             raise UserError(f"'{path}': the evaluation has no samples yet")
         before, samples = unfinished or (read_results(beside) if beside.is_file() else {}, read_samples(path))

@@ -55,7 +55,7 @@ def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1
     return Grader(
         functions,
         processes=reward.processes or _by_cores(functions),
-        one_if_async=not reward.processes,
+        one_if_many=not reward.processes,
         timeout_s=reward.timeout_s,
         memory_mb=reward.memory_mb,
         max_concurrent=reward.max_concurrent,
@@ -109,10 +109,10 @@ class Graders:
             for key, one in self._graders.items()
             if one.has_started and not self.rewards[key].processes and not _is_built_in(one.functions)
         }
-        here = f"{_cores()} cores here, ranks: {launched_here()}"
+        why = {"each": f"{_cores()} cores here, ranks: {launched_here()}", "async": "it is asynchronous"}
         return [
             f"{key}: grader processes per rank: {one.num_processes}"
-            f" (reward.processes = 0; {'it is asynchronous' if one.mode == 'async' else here})"
+            f" (reward.processes = 0; {why.get(one.mode, 'it takes lists')})"
             for key, one in own.items()
         ]
 

@@ -98,7 +98,8 @@ class Lane:
                 return not pool.is_closing
             if not pool.has_started:
                 raise UserError(f"{problem}; its output, if any, is above")
-            _log.error("%s; it has started before", problem)
+            remedy = "; reward.processes=1 if only one can run at a time" if pool.num_processes > 1 else ""
+            _log.error("%s; it has started before%s", problem, remedy)
         return False
 
     def _wait_ready(self) -> str:
@@ -286,7 +287,7 @@ class Grader(GradingQueue):
     Args:
         functions: the grader, or several whose weighted sum is the reward.
         processes: how many run at a time.
-        one_if_async: an asynchronous grader has one, which keeps many samples open; the others start once it is known.
+        one_if_many: a grader that takes many samples at a time (lists, `async`) has one; others start once it is known.
         timeout_s: for one sample, all functions together.
         memory_mb: that a process may use beyond what it starts with; 0: no limit.
         max_concurrent: samples that an asynchronous process has open at a time, or that one call with lists gets.
@@ -315,7 +316,7 @@ class Grader(GradingQueue):
         return batch.future
 
     def grow(self) -> None:
-        most = 1 if self._one_if_async and not self.has_started else self.num_processes
+        most = 1 if self._one_if_many and not self.has_started else self.num_processes
         free = sum(not lane.chunk for lane in self._lanes)
         for _ in range(0 if self.is_closing else min(most - len(self._lanes), len(self._waiting) - free)):
             self._lanes.append(Lane(self))

@@ -116,7 +116,7 @@ class GradingQueue:
         functions: Sequence[NamedFunction],
         *,
         processes: int = 1,
-        one_if_async: bool = False,
+        one_if_many: bool = False,
         timeout_s: float = 30.0,
         memory_mb: int = 0,
         max_concurrent: int = 256,
@@ -124,7 +124,7 @@ class GradingQueue:
         pace: Pace | None = None,
     ) -> None:
         self.functions = tuple(functions)
-        self.num_processes, self._one_if_async = processes, one_if_async
+        self.num_processes, self._one_if_many = processes, one_if_many
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.max_concurrent = max_concurrent
@@ -154,7 +154,7 @@ class GradingQueue:
     def started(self, ready: GraderReady) -> None:
         """A process is ready, and knows what kind of grader this is."""
         self.sends_context, self.mode = ready.wants_context, ready.mode
-        if self._one_if_async and ready.mode == "async":
+        if self._one_if_many and ready.mode != "each":
             self.num_processes = 1
         self.has_started = True
         with self._changed:

@@ -41,7 +41,7 @@ def make_engine(job: Job, dtype: torch.dtype, device: torch.device) -> Engine:
 
     def hook(clients: int) -> HookFactory:
         """The graders of one of `clients` clients: as many processes as the ranks of its node would have. Theirs were
-        tried at the start, so that it is known whether they are asynchronous."""
+        tried at the start, so that it is known whether they take many samples at a time."""
         here, rewards = launched_here(), job.grade.rewards
         rewards = {key: replace(one, processes=job.grade[key].num_processes * here) for key, one in rewards.items()}
         return partial(Graders, rewards, shared_by=clients * parts)

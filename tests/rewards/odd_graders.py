@@ -373,6 +373,10 @@ def too_few(completions: Any) -> list[float]:
     return [1.0 for _ in completions][1:]
 
 
+def call_size(completions: list[str], answers: list[str]) -> list[int]:
+    return [len(completions)] * len(completions)
+
+
 def batched(completions: list[str], answers: list[str]) -> list[Any]:
     """As many as it got; with a command in it the whole call does that."""
     for text, answer in zip(completions, answers, strict=True):

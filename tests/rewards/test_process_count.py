@@ -81,6 +81,31 @@ def test_an_asynchronous_one_has_a_single_process(monkeypatch: pytest.MonkeyPatc
     assert make_grader(RewardConfig(function="odd_graders:coroutine", processes=8)).num_processes == 8
 
 
+def test_of_one_that_cannot_run_twice_the_remedy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has a port, say. One process grades all; until now the default was one."""
+    lines = ["import fcntl, time", f"held = open({str(tmp_path / 'held')!r}, 'w')"]
+    lines += ["fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)", "def grade(a, b): return time.sleep(0.05) or 1"]
+    (tmp_path / "only_one.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    _on(monkeypatch, 2, 1)
+    with closing(make_grader(RewardConfig(function="only_one:grade", timeout_s=60.0))) as grader:
+        assert [one.reward for one in grader.grade([GradeTask("x", "1")] * 100)] == [1.0] * 100
+    assert "it has started before; reward.processes=1 if only one can run at a time" in caplog.text
+
+
+def test_one_that_takes_lists_gets_what_waits_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented: it may ask a server once for all of them, or hold a reward model, of which eight are too many."""
+    _on(monkeypatch, 8, 1)
+    reward = RewardConfig(function="odd_graders:call_size", timeout_s=60.0)
+    with closing(Graders({"reward": reward})) as graders:
+        for count in (5, 100):
+            assert [one.reward for one in graders.grade([GradeTask("x", "1")] * count)] == [count] * count
+        assert len(graders["reward"].processes) == 1
+        assert graders.process_notes()[0].endswith("per rank: 1 (reward.processes = 0; it takes lists)")
+
+
 @pytest.mark.parametrize(("function", "of_client"), [("odd_graders:obey", 20), ("odd_graders:coroutine", 4)])
 def test_what_a_job_says_and_gives_to_its_client(
     function: str, of_client: int, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,7 @@ STALE_TRIES = 3
 """Attempts of one call over kept connections. When one breaks, the event loop also drops all others closed by then."""
 ERROR_BYTES = 64 << 10
 _MAX_PROOF_BYTES = 8192
-_BEFORE_HOST = re.compile(r"://[^\s/'\"]*@")
+_BEFORE_HOST = re.compile(r'://[^\s/"]*@')
 _IDLE_S = 4.0
 """uvicorn, which both engines use, closes connections that have been idle for five seconds."""
 _LISTENS_S = 1.0
