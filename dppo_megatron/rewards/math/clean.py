@@ -260,6 +260,8 @@ def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
         >>> split_top("(1,2), [3,4)", ",")
         ['(1,2)', ' [3,4)']
     """
+    if not re.search(separators, text):  # as most: 2 % of a grading's time
+        return [text]
     parts, begin, depth = [], 0, 0
     for found in re.finditer(f"(?P<between>{separators})|{_A_BRACKET}", text, re.DOTALL):
         depth += bool(found["opens"]) - bool(found["closes"])
