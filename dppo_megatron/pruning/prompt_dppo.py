@@ -200,8 +200,8 @@ class DppoPromptPolicy(PromptPolicy):
             moment = (spread(visits.rewards) > 0).astype(np.float64)
         expected, weight, missed = self._moment(visits.ids, step), 1.0 / visits.inclusion, 0.0
         if self.fitted:
-            errors = self.fitted.errors(visits.ids, step)
-            missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
+            errors, floor = self.fitted.errors(visits.ids, step)[graded], self.config.min_inclusion_prob
+            missed = optimism(expected[graded], errors, visits.planned[graded], floor, weight[graded])
         self.monitor.observe(
             moment[graded],
             expected[graded],
