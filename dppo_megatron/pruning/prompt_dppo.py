@@ -200,8 +200,8 @@ class DppoPromptPolicy(PromptPolicy):
             moment = (spread(visits.rewards) > 0).astype(np.float64)
         expected, weight, missed = self._moment(visits.ids, step), 1.0 / visits.inclusion, 0.0
         if self.fitted:
-            errors = self.fitted.errors(visits.ids, step)
-            missed = optimism(expected, errors, visits.planned, self.config.min_inclusion_prob, weight)
+            errors, floor = self.fitted.errors(visits.ids, step)[graded], self.config.min_inclusion_prob
+            missed = optimism(expected[graded], errors, visits.planned[graded], floor, weight[graded])
         self.monitor.observe(
             moment[graded],
             expected[graded],
@@ -279,13 +279,16 @@ def optimism(
     s, the moments, or a, moments / pi. `errors` [n, k] as in `FittedScore`; `weight`: prompts stand for a batch.
     """
     follows = (pi > floor + 1e-12) & (pi < 1.0)
+    moving = weight * pi * follows
+    common = np.einsum("n,nk->k", moving, errors) / max(float(moving.sum()), np.finfo(np.float64).tiny)
+    g = follows[:, None] * (errors - common) / 2.0
 
-    def centred(by: FloatArray) -> FloatArray:
-        return np.asarray(errors - np.einsum("n,nk->k", by / by.sum(), errors))
+    def covariance(by: FloatArray, other: FloatArray) -> float:
+        share = by / by.sum()
+        return float(np.einsum("n,nk,nk->", share, errors - np.einsum("n,nk->k", share, errors), other))
 
-    moved = follows[:, None] * centred(np.maximum(weight * pi * follows, 1e-300)) / 2.0
-    shares = (weight * moment, errors / 2.0), (weight * moment / pi, moved - errors / 2.0)
-    return float(sum(np.einsum("n,nk,nk->", by / by.sum(), centred(by), each) for by, each in shares))
+    s = weight * moment
+    return covariance(s, errors / 2.0) + covariance(s / pi, g - errors / 2.0)
 
 
 def _least(lower: FloatArray) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,6 +312,26 @@ def test_a_score_that_is_worse_than_chance_is_switched_off_and_on_again() -> Non
     assert not policy.select(np.arange(64), step=90).kept.all()
 
 
+def test_the_score_s_error_is_that_of_the_prompts_whose_effect_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups without any reward are in neither."""
+    policy, seen, observe = _policy(), list[int](), EffectMonitor.observe
+    _play(policy, 0, 3)
+
+    def missed(*arrays: Any) -> float:
+        seen.append(len(arrays[0]))
+        return 0.0
+
+    def observed(monitor: EffectMonitor, *arrays: Any) -> None:
+        seen.append(len(arrays[0]))
+        observe(monitor, *arrays)
+
+    monkeypatch.setattr("dppo_megatron.pruning.prompt_dppo.optimism", missed)
+    monkeypatch.setattr(EffectMonitor, "observe", observed)
+    rewards = np.where(np.arange(64)[:, None] % 4 == 0, np.nan, np.arange(8) % 2)
+    policy.observe(np.arange(64), rewards, np.full((64, 8), 5), step=3, planned_prob=np.full(64, 0.5))
+    assert seen == [48, 48]
+
+
 def test_bounds_act_on_the_measured_effect() -> None:
     """A score that thinks skipping is free: its own prediction would allow the rate, what is measured does not."""
 
@@ -319,6 +340,9 @@ def test_bounds_act_on_the_measured_effect() -> None:
 
         def _score(self, ids: np.ndarray, step: int) -> np.ndarray:
             return np.where(ids % 4 != 0, 1.0, 0.4)
+
+        def _moment(self, ids: np.ndarray, step: int) -> np.ndarray:
+            return np.square(self._score(ids, step))
 
     free, bound = _policy(Sure), _policy(Sure, max_design_effect=1.2)
     for policy in (free, bound):

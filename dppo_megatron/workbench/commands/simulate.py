@@ -5,7 +5,8 @@
 Costs are seconds for 1,000 tokens on your machine (1000 / tokens per second); without them the trace's own seconds
 are used. A trace of an unpruned run (pruning.prompt.method=none) has the outcome of every prompt. `like for like` is
 where 95 % of single pairs of runs measure the speed-up to equal accuracy, from the noise of the evaluations beside the
-trace ("-": fewer than three after a third of the gain); `its mean` is the mean over pairs, noise-limited to not.
+trace ("-": fewer than three after a third of the gain). `its mean` is that of many pairs: the low end if gradient noise
+limits the runs, the high end if not.
 
   dppo-megatron simulate runs/quickstart_grpo/trace.jsonl --roulette
 
