@@ -348,6 +348,12 @@ def test_the_rollout_thread_may_note_an_abort_meanwhile() -> None:
     assert packed(work, [])["aborted"] == [0, 1]
 
 
+def test_what_was_given_up_is_tried_again_by_a_resume_alone() -> None:
+    """The run that saves does not: it says that they are missing, and has no group that was sampled again."""
+    work = work_of(groups(1, 1, 1), lost={0: "refused"}, ended={2})
+    assert packed(work, [])["resent"] == [0, 2] and work.resent == set()
+
+
 def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank reads the file: the step after it is kept all the same."""
     logged = logged_lines()
