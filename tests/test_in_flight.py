@@ -348,6 +348,12 @@ def test_the_rollout_thread_may_note_an_abort_meanwhile() -> None:
     assert packed(work, [])["aborted"] == [0, 1]
 
 
+def test_what_was_given_up_is_tried_again_by_a_resume_alone() -> None:
+    """The run that saves does not: it says that they are missing, and has no group that was sampled again."""
+    work = work_of(groups(1, 1, 1), lost={0: "refused"}, ended={2})
+    assert packed(work, [])["resent"] == [0, 2] and work.resent == set()
+
+
 def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank reads the file: the step after it is kept all the same."""
     logged = logged_lines()
@@ -514,6 +520,32 @@ def test_an_abort_needs_no_socket_of_the_requests(typists: dict[str, Typist]) ->
 
     typists["a"].most = 0
     assert [one.finish_reason for one in asyncio.run(ended())] == ["abort"]
+
+
+def test_aborts_at_servers_that_hang_hold_up_no_others() -> None:
+    """What is late at the others would never be told, time out with all of its tokens, and mark them out."""
+
+    async def end() -> None:
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        connections, group = ServerConnections(4), groups(1)[0]
+        servers = [await asyncio.start_server(each, "127.0.0.1", 0) for each in (*[hang] * 8, answer)]
+        *hung, well = [f"http://127.0.0.1:{one.sockets[0].getsockname()[1]}" for one in servers]
+        connections.add([ServerAddress(Peer(url), VLLMDialect()) for url in (*hung, well)])
+        told = [asyncio.create_task(connections.abort(url, group)) for url in hung for _ in range(200)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(connections.abort(well, group), 10.0)
+        for task in told:
+            task.cancel()
+        await asyncio.gather(*told, return_exceptions=True)
+        await connections.close()
+
+    asyncio.run(end())
 
 
 RUN = QUICK | {

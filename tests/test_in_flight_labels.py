@@ -147,6 +147,11 @@ class Servers:
         for one in [one for one in self.running if one.server == server and not one.answer.done()]:
             one.answer.set_exception(Unreachable("reset"))
 
+    def break_one(self) -> None:
+        """Its server is out for it, with all others there: some of these may end before their clients are told."""
+        if waiting := [one for one in self.running if not one.answer.done()]:
+            self.draw.choice(waiting).answer.set_exception(Unreachable("reset"))
+
     def refuse_one(self) -> None:
         """One that has waited."""
         if waiting := [one for one in self.running if not one.answer.done() and one.waits >= 0]:
@@ -228,8 +233,8 @@ class Trainer:
         kept, lost = dict(zip(state["places"], map(np.ndarray.tolist, tokens), strict=True)), self.servers.lost
         if all(self.work.number in client._seen for client in self.clients):
             for place in kept.keys() & cut.keys():
-                is_sure = place[0] not in self.work.resent and lost[place] == before[place]
-                assert not is_sure or kept[place] == cut[place], "it was seen later than others"
+                is_sure = place[0] not in state["resent"] and lost[place] == before[place]
+                assert not is_sure or kept[place] == cut[place], f"{place} was seen later than others"
         else:  # all of one's are drawn anew, or from what an earlier checkpoint had
             before = defaultdict(list, {place: before[place] for place, _ in found})
         for place, own in kept.items():
@@ -273,12 +278,16 @@ class Trainer:
             self._tell(client, messages.EndRequests(list(tickets), False))
 
     def cancel(self, tickets: Sequence[int]) -> None:
-        for client in range(2):
-            self._tell(client, messages.EndRequests(list(tickets), True))
+        for number, client in enumerate(self.clients):
+            for group in [one for ticket, one in client._buffer._groups.items() if ticket in tickets]:
+                for place, one in enumerate(group.sampled, group.first):
+                    if one.finish_reason != "abort":  # ended before its server was out, and rank 0 has not heard of it
+                        self.servers.lost[group.index, place].append(one.token_ids.tolist())
+            self._tell(number, messages.EndRequests(list(tickets), True))
 
     def events(self, timeout_s: float) -> list[Event]:
         self._tick()
-        if not self.queue or (self.loop.now - self.queue[0][0] < 0.6 and self.servers.draw.random() < 0.5):
+        if not self.queue or (self.loop.now - self.queue[0][0] < 0.4 and self.servers.draw.random() < 0.5):
             return []
         found, self.queue = self.queue, []
         return [event for _, event in found]
@@ -325,9 +334,11 @@ def something(trainer: Trainer) -> None:
         servers.refuse_one()
     elif case < 0.12:
         servers.abort_one()
-    elif case < 0.20 and servers.cut is None:
+    elif case < 0.14:
+        servers.break_one()
+    elif case < 0.22 and servers.cut is None:
         trainer.look()
-    elif case < 0.24 and trainer.saved and servers.cut is None:
+    elif case < 0.26 and trainer.saved and servers.cut is None:
         raise Killed
 
 

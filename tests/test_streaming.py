@@ -143,10 +143,14 @@ def test_what_was_aborted_is_asked_for_again_and_nothing_else() -> None:
     assert asked == 8 * count + len(lost) <= 1.06 * 8 * count and work.is_complete and not work.missing
 
 
-@pytest.mark.parametrize(("spans", "anew"), [([(1, 10)], set()), ([(1, 5), (2, 5)], {0}), ([(2, 10)], {0})])
+@pytest.mark.parametrize(
+    ("spans", "anew"),
+    [([(1, 10)], set()), ([(1, 5), (2, 5)], {0}), ([(2, 10)], {0}), ([(0, 5), (1, 5)], set()), ([(0, 5), (2, 5)], {0})],
+)
 def test_a_second_attempt_that_meets_a_sync_draws_another(spans: list[tuple[int, int]], anew: set[int]) -> None:
     """Lost and asked for again under the same weights, it is sampled on through a sync, or has waited at its server
-    until after it. One that was never lost is the one that was drawn, whatever weights it has come through."""
+    until after it. One that was never lost is the one that was drawn, whatever weights it has come through; and first
+    tokens of older weights, which a checkpoint has kept, are those of both attempts."""
     world = World()
 
     def reply(ask: Submit) -> Event:

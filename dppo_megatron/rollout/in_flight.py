@@ -64,11 +64,11 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
     each = sorted([*work.kept.items(), *found], key=lambda it: (it[1].finish_reason != "abort", len(it[1].token_ids)))
     latest = dict(each)
     rows = list(latest.values())
-    # with another seed it goes on from a place that the lost attempt may have passed; one given up gets another chance
+    # with another seed it goes on from a place that the lost attempt may have passed
     done = [zip(work.completions_of(index), one.reasons, strict=True) for index, one in list(work.done.items())]
     again = set(work.lost_under).difference(place for place, reason in chain.from_iterable(done) if reason != "abort")
-    given_up = {work.part_of(index) for index in [*list(work.lost), *list(work.ended)]}
-    work.resent.update(group for group, _ in again | given_up)
+    work.resent.update(group for group, _ in again)
+    given_up = {work.part_of(index)[0] for index in [*list(work.lost), *list(work.ended)]}  # a resume tries them again
     experts = [one.experts for one in rows if one.experts is not None]
     return {
         "requests": work.digest,
@@ -81,7 +81,7 @@ def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:
         "logprobs": torch.from_numpy(np.concatenate([np.empty(0, np.float32), *(one.logprobs for one in rows)])),
         "experts": torch.from_numpy(np.frombuffer(bytearray(b"".join(map(np.ndarray.tobytes, experts))), np.uint8)),
         "counts": [work.retries, work.completions_aborted],
-        "resent": sorted(work.resent),
+        "resent": sorted(work.resent | given_up),
         "aborted": sorted({work.part_of(index)[0] for index in list(work.aborts)}),  # the rollout thread adds to it
     }
 
@@ -91,7 +91,7 @@ def restore(work: Work, state: dict[str, Any], run: str) -> None:
     the version names."""
     step = f"rollout: step {work.order}:"
     if state["requests"] != work.digest:
-        return log(f"{step} sampled again: its requests or rollout.async_steps differ from those in the checkpoint")
+        return log(f"{step} sampled again: its requests or settings differ from those in the checkpoint")
     tokens, logprobs, experts = (state[name].numpy() for name in ("tokens", "logprobs", "experts"))
     start, routed = 0, 0
     columns = (state[name] for name in ("places", "reasons", "lengths", "versions", "shapes"))

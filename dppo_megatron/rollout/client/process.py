@@ -66,12 +66,12 @@ from dppo_megatron.rollout.servers.wire import (
 )
 from dppo_megatron.types import Grade, GradeTask
 
-OWN_FILES = 64
+OWN_FILES = 160
 """Open files that the client needs in addition to the sockets of its requests."""
 _CONNECT_S = 60.0
 _ABORT_S = 30.0
-_ABORTS = 32
-"""Connections for aborts, among `OWN_FILES`."""
+_ABORTS, _ABORTS_EACH = 128, 12
+"""Connections for aborts, among `OWN_FILES`, and to one server: aborts at one that hangs hold up no others'."""
 _INTERRUPT_S = 10.0
 _STALE_S = 5.0
 """A kept connection that breaks after this long was in use: its request had begun, and what it sampled is lost."""
@@ -377,7 +377,7 @@ class ServerConnections:
 
     def __init__(self, sockets: int) -> None:
         self._transport, self._sockets = Transport(sockets), sockets
-        self._aborts = Transport(_ABORTS)
+        self._aborts = Transport(_ABORTS, _ABORTS_EACH)
         """Their own connections: after a look each completion has one, for which the abort that frees it would wait."""
         self._servers: dict[str, messages.ServerAddress] = {}
         self._running: set[str] = set()

@@ -247,7 +247,7 @@ class Dispatch:
         lost_under = {version_number(work.lost_under[one][0]) for one in each if one in work.lost_under}
         if "abort" in event.reasons and attempt.index not in work.ended and not self._aborted(attempt, event):
             return None
-        if lost_under and any({version} != lost_under for version, _ in event.spans):
+        if lost_under and any(version > min(lost_under) for version, _ in event.spans):
             work.resent.add(work.part_of(attempt.index)[0])  # there was a sync after the retry began
         work.done[attempt.index] = event
         work.landed[event.ticket] = attempt.index
@@ -306,8 +306,8 @@ class Dispatch:
     def _is_one_call(self, attempt: _Attempt) -> bool:
         """Else the refusal of one call has ended others, which may have sampled."""
         work, group = attempt.work, attempt.work.groups[attempt.index]
-        is_parted = work.was_seen or work.kept or len(attempt.member.server.dialect.rounds(group)[-1]) > 1
-        return group.count == 1 or not is_parted
+        may_go_on = work.was_seen or work.kept
+        return group.count == 1 or not (may_go_on or len(attempt.member.server.dialect.rounds(group)[-1]) > 1)
 
     def _aborted(self, attempt: _Attempt, event: Completed) -> bool:
         """A weight sync, or the server on its own, aborted completions. Returns whether the others are used: then only

@@ -138,11 +138,12 @@ class Peer:
 
 
 class Transport:
-    """Requests to servers. Created and used in a running event loop. `sockets`: at most so many open; 0: no limit."""
+    """Requests to servers. Created and used in a running event loop. `sockets`: at most so many open, `each` of them to
+    one server; 0: no limit."""
 
-    def __init__(self, sockets: int = 0) -> None:
+    def __init__(self, sockets: int = 0, each: int = 0) -> None:
         self.loop = asyncio.get_running_loop()
-        self._connector = _ToPeers(limit=sockets, keepalive_timeout=_IDLE_S)
+        self._connector = _ToPeers(limit=sockets, limit_per_host=each, keepalive_timeout=_IDLE_S)
         self._session = aiohttp.ClientSession(
             connector=self._connector,
             timeout=aiohttp.ClientTimeout(total=None),
