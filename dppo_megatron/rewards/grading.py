@@ -29,10 +29,10 @@ from dppo_megatron.types import (
     deciding_reward,
 )
 
+__all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", "make_grader"]
 _MOST_BY_CORES = 16
 """Each process imports the user's grader (60 MB with sympy, 300 with torch) and may use `reward.memory_mb` beyond that:
-32 GiB per rank by default, 256 on a node of eight GPUs. Whoever knows that his grader takes less can set more."""
-__all__ = ["GradeTask", "Grader", "Graders", "deciding_reward", "grade_groups", "make_grader"]
+32 GiB per rank by default, 256 on a node of eight GPUs."""
 
 
 def make_grader(reward: RewardConfig, key: str = "reward", *, shared_by: int = 1) -> Grader:
