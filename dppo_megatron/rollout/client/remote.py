@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -123,15 +122,22 @@ class NodeClient:
 
 
 def take(
-    path: str, secret: bytes, share: int, shares: int, rollout: int = 0, **copies: Any
+    path: str,
+    secret: bytes,
+    share: int,
+    shares: int,
+    rollout: int = 0,
+    *,
+    copies: bool = False,
+    looks_at: tuple[int, ...] = (),
 ) -> Iterator[messages.Arrived]:
     """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended.
-    `copies`: see `TakeShare`."""
+    `copies`, `looks_at`: see `TakeShare`."""
     try:
         with messages.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             messages.handshake(peer, secret, listens=False)
-            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, **copies)))
+            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, copies, looks_at)))
             yield from messages.take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None
