@@ -240,6 +240,7 @@ def test_a_grader_that_breaks_later_stops_the_run(
 ) -> None:
     """Exit code 3 with a checkpoint of the last good step, and resumed with a mended grader it goes on from there."""
     extra = SHORT | {"reward__function": "support.faulty:breaks_later", "data__eval_paths": "{}"}
+    extra["reward__processes"] = 1  # it counts its own gradings
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAULTY_BREAKS_AFTER", str(100 // world_size))  # in step 2: a step has 64, the start a few
         assert run_ranks(_command_line, world_size, files, tmp_path / "run", extra) == [3] * world_size
