@@ -178,27 +178,36 @@ def _words(files: Path, tmp_path: Path, stubs: StubServers) -> list[str]:
     return ["eval", str(files / "model"), *sets, *(f"{key}={value}" for key, value in settings.items())]
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.long)])
-def test_an_evaluation_outlives_kills(kills: int, files: Path, tmp_path: Path, cases: Choose) -> None:
-    """It leaves the files of one that was never killed. For each kill a server makes at most one problem again, whose
-    answer was not yet on the disk, and one that it was asked for and had not answered."""
-    [number] = cases(f"{kills} kills", 1)
-    whole, killed = (Book(tmp_path / name, tmp_path / "pid") for name in ("whole", "killed"))
+def _outlives(kills: int, numbers: Iterable[int], files: Path, tmp_path: Path) -> None:
+    whole = Book(tmp_path / "whole", tmp_path / "pid")
     with StubServers() as stubs:
         words = _words(files, tmp_path, stubs)
         stubs.behaviours.update({name: whole.server(name) for name in SERVERS})
         whole.begin(Moment())
         assert run_ranks(_evaluate, 1, words, whole) == [0]
-        stubs.behaviours.update({name: killed.server(name) for name in SERVERS})
-        for moment in _moments(kills, random.Random(number)):
-            killed.begin(moment)
-            with pytest.raises(RankError, match="SIGKILL"):
-                run_ranks(_evaluate, 1, words, killed, dies=0)
-        killed.begin(Moment())
-        assert run_ranks(_evaluate, 1, words, killed) == [0]
-    assert (killed.out / SAMPLES).read_bytes() == (whole.out / SAMPLES).read_bytes()
-    results = [json.loads((one.out / RESULTS).read_text()) for one in (killed, whole)]
-    assert results[0] == results[1] and not (killed.out / UNFINISHED).exists()
-    problems = [problem for _, problem in whole.asked[0]]
-    assert len(problems) == len(set(problems)) == 6 * 24
-    assert _again(killed.made, problems) <= 1 and _again(killed.asked, problems) <= 2
+        problems = [problem for _, problem in whole.asked[0]]
+        assert len(problems) == len(set(problems)) == 6 * 24
+        for number in numbers:
+            killed = Book(tmp_path / f"killed{number}", tmp_path / "pid")
+            stubs.behaviours.update({name: killed.server(name) for name in SERVERS})
+            for moment in _moments(kills, random.Random(number)):
+                killed.begin(moment)
+                with pytest.raises(RankError, match="SIGKILL"):
+                    run_ranks(_evaluate, 1, words, killed, dies=0)
+            killed.begin(Moment())
+            assert run_ranks(_evaluate, 1, words, killed) == [0]
+            assert (killed.out / SAMPLES).read_bytes() == (whole.out / SAMPLES).read_bytes()
+            results = [json.loads((one.out / RESULTS).read_text()) for one in (killed, whole)]
+            assert results[0] == results[1] and not (killed.out / UNFINISHED).exists()
+            assert _again(killed.made, problems) <= 1 and _again(killed.asked, problems) <= 2
+
+
+def test_an_evaluation_outlives_kills(files: Path, tmp_path: Path, cases: Choose) -> None:
+    """It leaves the files of one that was never killed. For each kill a server makes at most one problem again, whose
+    answer was not yet on the disk, and one that it was asked for and had not answered."""
+    _outlives(6, cases("kills", 1), files, tmp_path)
+
+
+@pytest.mark.long
+def test_an_evaluation_outlives_fifty_kills(files: Path, tmp_path: Path) -> None:
+    _outlives(50, [0], files, tmp_path)
