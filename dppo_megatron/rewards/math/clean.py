@@ -171,7 +171,8 @@ _RULES = {
     r"(?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",
 }
-_COMPILED = [(regex(pattern), replacement) for pattern, replacement in _RULES.items()]
+# a template is prepared in each call, found or not: 4 % of a grading's time
+_COMPILED = [(regex(pattern), lambda found, by=by: found.expand(by)) for pattern, by in _RULES.items()]
 
 
 _MAX_ITEMS = 100
