@@ -30,8 +30,8 @@ from support.tiny import write_model
 
 from dppo_megatron.config.ranges import check_ranges
 from dppo_megatron.config.rollout import check_rollout
+from dppo_megatron.rollout.client.connections import ServerConnections
 from dppo_megatron.rollout.client.messages import ServerAddress
-from dppo_megatron.rollout.client.process import ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.hf import truncate_logits
 from dppo_megatron.rollout.servers import vllm

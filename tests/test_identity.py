@@ -38,8 +38,8 @@ from dppo_megatron.config.schema import Config
 from dppo_megatron.config.server_args import CODE_OPTIONS, KEY_OPTIONS, OWN_OPTIONS
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout import launched_servers
+from dppo_megatron.rollout.client.connections import ServerConnections
 from dppo_megatron.rollout.client.messages import ServerAddress
-from dppo_megatron.rollout.client.process import ServerConnections
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import server_process

@@ -32,8 +32,9 @@ from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rollout.client.buffer import CompletionBuffer
+from dppo_megatron.rollout.client.connections import ServerConnections
 from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over, ServerAddress
-from dppo_megatron.rollout.client.process import Client, ServerConnections
+from dppo_megatron.rollout.client.process import Client
 from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.in_flight import collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine

@@ -54,7 +54,7 @@ _NONSENSE = (NoAnswers, msgspec.MsgspecError, IndexError)  # a process writes so
 class Lane:
     """A thread and its processes, one at a time: the kernel ends a process with the thread that started it."""
 
-    def __init__(self, pool: GradingQueue) -> None:
+    def __init__(self, pool: Grader) -> None:
         self._pool = pool
         self.process: GraderProcess | None = None
         self.chunk: list[Queued] = []  # samples taken by `GradingQueue.take`, neither settled nor put back
@@ -309,13 +309,23 @@ class Grader(GradingQueue):
         batch = Batch(tasks)
         with self._changed:
             self._waiting.extend(Queued(batch, index, task) for index, task in enumerate(tasks))
-            self.grow()
+            self._grow()
             self._changed.notify_all()
         if not tasks:
             batch.finish()
         return batch.future
 
-    def grow(self) -> None:
+    def started(self, ready: GraderReady) -> None:
+        """A process is ready, and knows what kind of grader this is."""
+        self.sends_context, self.mode = ready.wants_context, ready.mode
+        if self._one_if_many and ready.mode != "each":
+            self.num_processes = 1
+        self.has_started = True
+        with self._changed:
+            self._grow()
+
+    def _grow(self) -> None:
+        """Start lanes for what waits; called with the lock held."""
         most = 1 if self._one_if_many and not self.has_started else self.num_processes
         free = sum(not lane.chunk for lane in self._lanes)
         for _ in range(0 if self.is_closing else min(most - len(self._lanes), len(self._waiting) - free)):

@@ -20,7 +20,6 @@ from typing import Any
 
 from dppo_megatron.rewards.functions import Mode, NamedFunction
 from dppo_megatron.rewards.measures import failed, log_failures
-from dppo_megatron.rewards.messages import GraderReady
 from dppo_megatron.types import Grade, GradeTask
 
 _log = logging.getLogger(__name__)
@@ -150,19 +149,6 @@ class GradingQueue:
         """What the grader is called in messages: `reward.function = 'math'`."""
         first = self.functions[0].key
         return first if len(self.functions) == 1 else f"{first.rpartition('.functions.')[0]}.functions"
-
-    def started(self, ready: GraderReady) -> None:
-        """A process is ready, and knows what kind of grader this is."""
-        self.sends_context, self.mode = ready.wants_context, ready.mode
-        if self._one_if_many and ready.mode != "each":
-            self.num_processes = 1
-        self.has_started = True
-        with self._changed:
-            self.grow()
-
-    def grow(self) -> None:
-        """Start lanes for what waits; called with the lock held."""
-        raise NotImplementedError
 
     def take(self, lane: Any) -> bool:
         """Wait for the next chunk, and store it in `lane.chunk`. False if the pool is being closed."""

@@ -32,7 +32,8 @@ from dppo_megatron.children import start_python
 from dppo_megatron.config.rollout import LOOPBACK
 from dppo_megatron.frames import FrameBuffer
 from dppo_megatron.rollout.client import messages
-from dppo_megatron.rollout.client.process import OWN_FILES, Setup
+from dppo_megatron.rollout.client.connections import OWN_FILES
+from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.servers.wire import Event, Sampled, Submit
 from dppo_megatron.texts import log
 from dppo_megatron.types import RunAborted
