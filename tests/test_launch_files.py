@@ -169,6 +169,45 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+_BEFORE_RANKS = """
+import sys
+from torch.distributed.run import config_from_args, get_args_parser
+config_from_args(get_args_parser().parse_args(["--nnodes=2", "--nproc-per-node=8", "-m", "dppo_megatron"]))
+print("slurmstepd: error: *** STEP 31007.0 ON n1 CANCELLED AT 2026-11-30T17:00:00 ***", file=sys.stderr)
+"""
+_A_RANK_FAILS = "from torch.distributed.run import main; main(['--standalone', '-m', 'no_such_trainer'])"
+
+
+@pytest.mark.parametrize(
+    ("written_by", "code", "is_queued_again"),
+    [(_BEFORE_RANKS, 1, True), (_A_RANK_FAILS, 1, False), ("", 137, True), ("", 127, False)],
+    ids=["a dead node", "a mistake", "nothing said", "no torchrun"],
+)
+def test_a_job_is_queued_again_unless_ranks_failed(
+    written_by: str, code: int, is_queued_again: bool, tmp_path: Path
+) -> None:
+    """Soon after its start, where a failure may be a mistake. A dead node's attempts fail before any rank starts, but not
+    before torchrun has written of OMP_NUM_THREADS to the other node's log: by a real torchrun here, as the mistake is."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    written = subprocess.run([sys.executable, "-c", written_by], env=environment, capture_output=True, text=True).stderr
+    assert bool(written.strip()) == bool(written_by)
+    programs, queued = tmp_path / "bin", tmp_path / "queued"
+    programs.mkdir()
+    (tmp_path / "written").write_text(written)
+    fails = f'#!/bin/sh\ncp "{tmp_path}/written" "{tmp_path}/logs/31007-attempt0-node0.log"\nexit {code}\n'
+    scontrol = f'#!/bin/sh\n[ "$1" = show ] && echo n1 || echo "$@" > "{queued}"\n'
+    for name, text in (("srun", fails), ("scontrol", scontrol)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    slurm = {"SLURM_JOB_ID": "31007", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "96"}
+    environment |= slurm | {"SLURM_GPUS_ON_NODE": "8", "PATH": f"{programs}:{environment['PATH']}"}
+    script = [str(one) for one in SCRIPTS if one.name == "requeue.sbatch"]
+    done = subprocess.run(["bash", *script, RECIPE], cwd=tmp_path, env=environment, timeout=60)
+    assert done.returncode == code and queued.exists() == is_queued_again
+    if is_queued_again:
+        assert queued.read_text().split() == ["requeue", "31007"]
+
+
 def test_commands_of_the_cluster_page_use_all_gpus() -> None:
     """A rank for each in the container, whose entrypoint is one process, with memory to share; and in doctor's srun."""
     page = (REPOSITORY / "docs" / "cluster.md").read_text().replace("\\\n", " ")
