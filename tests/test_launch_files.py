@@ -186,8 +186,8 @@ _A_RANK_FAILS = "from torch.distributed.run import main; main(['--standalone', '
 def test_a_job_is_queued_again_unless_ranks_failed(
     written_by: str, code: int, is_queued_again: bool, tmp_path: Path
 ) -> None:
-    """Soon after its start, where a failure may be a mistake. A dead node's attempts fail before any rank starts, but not
-    before torchrun has written of OMP_NUM_THREADS to the other node's log: by a real torchrun here, as the mistake is."""
+    """Soon after its start, where a failure may be a mistake. A dead node's attempts fail before any rank starts, but
+    after torchrun has written of OMP_NUM_THREADS to the other node's log: a real torchrun here, as for the mistake."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     written = subprocess.run([sys.executable, "-c", written_by], env=environment, capture_output=True, text=True).stderr
     assert bool(written.strip()) == bool(written_by)
