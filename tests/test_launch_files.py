@@ -169,6 +169,12 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+def test_all_nodes_to_generate_is_refused(tmp_path: Path) -> None:
+    """Before any step: the servers would be started, and the shell then stop at a node that is not there."""
+    steps, said, code = _render(SCRIPTS[-1], tmp_path, INFERENCE_NODES="2")
+    assert (steps, code) == ([], 2) and "INFERENCE_NODES=2 of --nodes=2 leaves none to train" in said
+
+
 _BEFORE_RANKS = """
 import sys
 from torch.distributed.run import config_from_args, get_args_parser
