@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -85,6 +85,23 @@ def check_interfaces(*, uses_nccl: bool, names: Collection[str] | None = None) -
             f"{setting} fits no network interface of {socket.gethostname()}, which has {', '.join(names)}: unset it, or"
             " name one by which the machines of the job reach each other"
         )
+
+
+def meeting_advice(reason: str) -> str:
+    """What to check if the ranks could not meet, by torch's `reason`. Where gloo cannot connect them, they have found
+    each other; but a machine's own name may be loopback (Debian's 127.0.1.1), which other machines cannot reach."""
+    if "gloo" not in reason or is_on_one_machine():
+        return "Has every rank been started, with the same MASTER_ADDR and MASTER_PORT?"
+    where = f"on {GLOO_INTERFACE}={os.environ.get(GLOO_INTERFACE)}"
+    if not os.environ.get(GLOO_INTERFACE):
+        host, found = socket.gethostname(), "no address"
+        with suppress(OSError, UnicodeError):
+            found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        where = f"at the address of this machine's own name ({host}: {found})"
+    return (
+        f"The ranks have found each other, but gloo cannot connect them: it listens {where}. Set {GLOO_INTERFACE} to"
+        " the interface by which the machines reach each other (`ip -br addr`)"
+    )
 
 
 @contextmanager

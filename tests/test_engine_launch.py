@@ -320,5 +320,6 @@ def test_a_server_that_cannot_start_is_said_with_its_log(files: Path, tmp_path: 
     """SGLang, in an environment without it; a stand-in for vLLM: test_identity.py and test_servers_everywhere.py."""
     servers = {"rollout__servers__launch": "local", "rollout__servers__python": sys.executable}
     job = prepare_job(config := job_config(files, tmp_path / "run", rollout__engine="sglang", **servers), 1)
-    with pytest.raises(UserError, match=r"(?s)ended with code 1 before it was ready.*No module named '?sglang"):
+    said = r"(?s)ended with code 1 before it was ready.*No module named '?sglang.*\nrollout.servers.python: \S+ has no "
+    with pytest.raises(UserError, match=said):
         ServerEngine(config, job.architecture, job.tokenizer)

@@ -169,6 +169,75 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+def test_all_nodes_to_generate_is_refused(tmp_path: Path) -> None:
+    """Before any step: the servers would be started, and the shell then stop at a node that is not there."""
+    steps, said, code = _render(SCRIPTS[-1], tmp_path, INFERENCE_NODES="2")
+    assert (steps, code) == ([], 2) and "INFERENCE_NODES=2 of --nodes=2 leaves none to train" in said
+
+
+_BEFORE_RANKS = """
+import sys
+from torch.distributed.run import config_from_args, get_args_parser
+config_from_args(get_args_parser().parse_args(["--nnodes=2", "--nproc-per-node=8", "-m", "dppo_megatron"]))
+print("slurmstepd: error: *** STEP 31007.0 ON n1 CANCELLED AT 2026-11-30T17:00:00 ***", file=sys.stderr)
+"""
+_A_RANK_FAILS = "from torch.distributed.run import main; main(['--standalone', '-m', 'no_such_trainer'])"
+
+
+def _attempt(tmp_path: Path, srun: str, attempt: int = 0) -> tuple[int, bool]:
+    """requeue.sbatch with this program as srun: its exit code, and whether it has queued the job again."""
+    programs, queued = tmp_path / "bin", tmp_path / "queued"
+    programs.mkdir(exist_ok=True)
+    queued.unlink(missing_ok=True)
+    scontrol = f'#!/bin/sh\n[ "$1" = show ] && echo n1 || echo "$@" > "{queued}"\n'
+    for name, text in (("srun", srun), ("scontrol", scontrol), ("sleep", "#!/bin/sh\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(stat.S_IRWXU)
+    slurm = {"SLURM_JOB_ID": "31007", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_CPUS_ON_NODE": "96"}
+    slurm |= {"SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": str(attempt)}
+    environment = os.environ | slurm | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    [script] = [str(one) for one in SCRIPTS if one.name == "requeue.sbatch"]
+    done = subprocess.run(["bash", script, RECIPE], cwd=tmp_path, env=environment, timeout=60)
+    assert not queued.exists() or queued.read_text().split() == ["requeue", "31007"]
+    return done.returncode, queued.exists()
+
+
+@pytest.mark.parametrize(
+    ("written_by", "code", "is_queued_again"),
+    [(_BEFORE_RANKS, 1, True), (_A_RANK_FAILS, 1, False), ("", 137, True), ("", 127, False)],
+    ids=["a dead node", "a mistake", "nothing said", "no torchrun"],
+)
+def test_a_job_is_queued_again_unless_ranks_failed(
+    written_by: str, code: int, is_queued_again: bool, tmp_path: Path
+) -> None:
+    """Soon after its start, where a failure may be a mistake. A dead node's attempts fail before any rank starts, but
+    after torchrun has written of OMP_NUM_THREADS to the other node's log: a real torchrun here, as for the mistake."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    written = subprocess.run([sys.executable, "-c", written_by], env=environment, capture_output=True, text=True).stderr
+    assert bool(written.strip()) == bool(written_by)
+    (tmp_path / "written").write_text(written)
+    fails = f'#!/bin/sh\ncp "{tmp_path}/written" "{tmp_path}/logs/31007-attempt0-node0.log"\nexit {code}\n'
+    assert _attempt(tmp_path, fails) == (code, is_queued_again)
+
+
+_WARNED = """\
+#!{python}
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+while signal.sigtimedwait([signal.SIGUSR1], 0.05) is None:
+    os.kill(os.getppid(), signal.SIGUSR1)
+"""
+"""Slurm's warning, until the script passes it on, and ranks that then save and end."""
+
+
+def test_failures_are_counted_from_the_last_attempt_that_used_its_time(tmp_path: Path) -> None:
+    """A run of weeks meets more than five of them; five in a row, and then one, are too many."""
+    fails, warned = "#!/bin/sh\nexit 1\n", _WARNED.format(python=sys.executable)
+    script = [fails] * 5 + [warned] + [fails] * 6
+    queued = [_attempt(tmp_path, srun, attempt) for attempt, srun in enumerate(script)]
+    assert queued == [(1, True)] * 5 + [(0, True)] + [(1, True)] * 5 + [(1, False)]
+
+
 def test_commands_of_the_cluster_page_use_all_gpus() -> None:
     """A rank for each in the container, whose entrypoint is one process, with memory to share; and in doctor's srun."""
     page = (REPOSITORY / "docs" / "cluster.md").read_text().replace("\\\n", " ")

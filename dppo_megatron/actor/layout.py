@@ -14,7 +14,13 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from dppo_megatron.config.schema import ActorConfig, LayoutConfig
-from dppo_megatron.distributed import check_interfaces, connect, on_loopback_if_one_machine, reported_by_each_rank
+from dppo_megatron.distributed import (
+    check_interfaces,
+    connect,
+    meeting_advice,
+    on_loopback_if_one_machine,
+    reported_by_each_rank,
+)
 from dppo_megatron.launcher_env import launched_local_rank, raise_file_limit, set_cuda_variables
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.weights.architecture import Architecture
@@ -104,10 +110,10 @@ def start_process_group(rendezvous_timeout_s: float = 600.0) -> None:
             dist.init_process_group(backend, timeout=timeout)
         dist.barrier()  # over gloo: returns when all ranks have joined
     except (RuntimeError, ValueError) as error:  # which of the two depends on what torch waited for
+        reason = str(error).splitlines()[0]
         raise RunAborted(
             f"could not meet the other ranks of {os.environ.get('WORLD_SIZE', '?')} within guard.rendezvous_timeout_s ="
-            f" {rendezvous_timeout_s:g} s ({str(error).splitlines()[0]}). Has every rank been started, with the same"
-            " MASTER_ADDR and MASTER_PORT?"
+            f" {rendezvous_timeout_s:g} s ({reason}). {meeting_advice(reason)}"
         ) from None
     assert dist.group.WORLD is not None
     dist.distributed_c10d._set_pg_timeout(_GROUP_TIMEOUT, dist.group.WORLD)  # gloo and NCCL, for all later operations

@@ -19,6 +19,9 @@ from dppo_megatron.data.sets import ProblemSet, contamination_notes
 from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.types import UserError
 
+_BOX = "\\boxed"
+_LOOKED_AT = 100
+
 
 def report_lines(
     train: Mapping[str, ProblemSet],
@@ -34,12 +37,21 @@ def report_lines(
             longest = one.columns.prompt_tokens.max()
             lines.append(f"{part} set '{name}': {len(one.prompts)} problems{left_out}; longest prompt {longest} tokens")
             lines.append(f"  first prompt: {in_short(one.prompts[0].text)}")
-            lines += [f"  {note}" for note in one.notes]
+            lines += [f"  {note}" for note in [*one.notes, *_asks_twice(one)]]
     lines += contamination_notes(train, evaluated)
     if stops:
         named = ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)}" for token in stops)
         lines.append(f"completions also end at: {named}")
     return lines
+
+
+def _asks_twice(loaded: ProblemSet) -> list[str]:
+    """A warning if the problems ask for a box themselves, as files made for verl do, and the template asks again."""
+    first = [loaded.prompts[index] for index in range(min(_LOOKED_AT, len(loaded.prompts)))]
+    if not all(0 < one.problem.count(_BOX) < one.text.count(_BOX) for one in first):
+        return []
+    own = "prompt_template='{problem}'"
+    return [f"warning: its problems ask for {_BOX} and the template asks again; {own} leaves out the template's words"]
 
 
 def write_first_prompts(directory: Path, train: Mapping[str, ProblemSet], evaluated: Mapping[str, ProblemSet]) -> None:

@@ -23,6 +23,7 @@ from dppo_megatron.config.resolved_sets import TEMPLATES, Template, check_data, 
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_set, stop_token_ids
+from dppo_megatron.data.summary import report_lines
 from dppo_megatron.data.templates import varies
 from dppo_megatron.types import UserError
 
@@ -42,6 +43,21 @@ def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: An
     config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
     check_data(config)
     return load_set(train_set_configs(config)["s"], tokenizer or chat_tokenizer())
+
+
+def test_an_instruction_that_appears_twice_is_said(tmp_path: Path) -> None:
+    """verl's preprocessing writes one into every prompt of its files, and a named template writes another."""
+    verls = "1+1? Let's think step by step and output the final answer within \\boxed{}."
+    turns = [{"role": "user", "content": verls}]
+    for problem, own, is_said in (
+        (turns, {"template": "chat_boxed"}, True),
+        (verls, {"template": "plain_boxed"}, True),
+        (turns, {"template": "chat_boxed", "prompt_template": "{problem}"}, False),
+        ("1+1?", {"template": "chat_boxed"}, False),
+    ):
+        lines = report_lines({"s": load(tmp_path, problem, **own)}, {}, (), chat_tokenizer())
+        wanted = "ask for \\boxed and the template asks again; prompt_template='{problem}'"
+        assert sum(wanted in line for line in lines) == is_said, lines
 
 
 class Today:

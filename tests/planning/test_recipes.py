@@ -237,6 +237,25 @@ def test_a_method_of_the_comparison_that_the_settings_do_not_fit_refuses_no_job(
         assert "method=cppo would keep none of 16 completions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options", "gpus"),
+    [
+        ("h100/qwen3_235b_a22b_128gpus", [], 128),  # does not fit on the 16 that its layout needs at least
+        ("h100/qwen3_4b_16gpus_grpo", [], 16),
+        ("h100/qwen3_4b_16gpus_grpo", ["--gpus", "8"], 8),
+        ("math/qwen3_4b_dppo", [], 8),
+    ],
+)
+def test_a_plan_is_for_the_gpus_that_a_recipe_is_named_for(
+    recipe: str, options: list[str], gpus: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless an option or torchrun says otherwise; which is assumed is said."""
+    assert main(["plan", recipe, *options, "--methods", "grpo"]) == 0
+    out = capsys.readouterr().out
+    assert f"; {gpus} GPUs of 79.1 GiB, 8 a node" in out
+    assert (f"assumed: {gpus} GPUs; --gpus N plans for N" in out) == (not options)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_table_of_the_page_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:

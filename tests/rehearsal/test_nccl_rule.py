@@ -7,6 +7,7 @@ import importlib
 import inspect
 import math
 import os
+import socket
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.launch import RankError, run_ranks
 
-from dppo_megatron.distributed import check_interfaces, clock_offset, connect, gather_all
+from dppo_megatron.distributed import check_interfaces, clock_offset, connect, gather_all, meeting_advice
 from dppo_megatron.platform import prepare
 from dppo_megatron.types import RunAborted, UserError
 from rehearsal.nccl_rule import AT_START, ON_THE_HOST, RuleBroken, install, start_as_the_job_does, under_rule
@@ -136,6 +137,26 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"fits no network interface of \S+, which has lo, eth0: unset it"):
         check_interfaces(uses_nccl=True, names=["lo", "eth0"])
     check_interfaces(uses_nccl=False, names=["lo", "eth0"])
+
+
+_GLOO_SAYS = "[gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]"
+"""torch 2.13's, of two machines in network namespaces, each of which had its own name at 127.0.1.1 in /etc/hosts."""
+
+
+def test_a_machine_whose_name_is_loopback_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks have met at MASTER_ADDR; with an interface named, or on one machine, the name is not at fault."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-b")
+    usual = "Has every rank been started"
+    for here, chosen, reason, said in (
+        ("1", "", _GLOO_SAYS, "at the address of this machine's own name (node-b: 127.0.1.1). Set GLOO_SOCKET_IFNAME"),
+        ("1", "eth0", _GLOO_SAYS, "it listens on GLOO_SOCKET_IFNAME=eth0"),
+        ("1", "", "Timed out after 20 seconds waiting for clients. 1/2 clients joined.", usual),
+        ("2", "", _GLOO_SAYS, usual),
+    ):
+        for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "GLOO_SOCKET_IFNAME": chosen}.items():
+            monkeypatch.setenv(name, value)
+        assert said in meeting_advice(reason)
 
 
 def _connecting(all_reduce: Any, timeout_s: float = 30.0) -> str:

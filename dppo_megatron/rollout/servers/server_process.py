@@ -177,6 +177,9 @@ class LaunchedServer:
         lines = self._end_of_log().splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         tail = hidden("\n".join([*errors[-3:], *lines[-5:]]), self.api_key)[-2000:]
+        if lacks := re.search(r"No module named '?(vllm|sglang)(?![\w.])", tail):
+            own = "the Python of an environment that has it"
+            tail += f"\nrollout.servers.python: {self.command[0]} has no {lacks[1]}; set it to {own}"
         return f"the rollout server at {self.url} {problem}; {self.log} ends with:\n{tail}"
 
     def _end_of_log(self, begin: int = 0) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose, check_world_size
@@ -30,14 +32,14 @@ which is shipped for well-known models:
 
   dppo-megatron plan h100/qwen3_8b_8gpus_dppo
   dppo-megatron plan h100/qwen3_8b_8gpus_dppo --model qwen3-14b
-  dppo-megatron plan configs/h100/qwen3_32b_32gpus_grpo.yaml model.hf_path=... --gpus 32 --decode 1200
+  dppo-megatron plan configs/h100/qwen3_32b_32gpus_grpo.yaml model.hf_path=... --gpus 64 --decode 1200
   dppo-megatron plan CONFIG --trace runs/first/trace.jsonl      # outcomes and lengths of a recorded run
 
 Formulas, sources and checks: docs/plan.md.
 """
 _GPUS, _GPU = 8, "h100"
 _NUMBERS: dict[str, tuple[str, str, int | None]] = {
-    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: those of torchrun, else {_GPUS})", None),
+    "gpus": ("[1, 1000000]", f"GPUs of the trainer (default: torchrun's, else CONFIG's _Ngpus, else {_GPUS})", None),
     "gpus_per_node": ("[1, 1024]", "GPUs of a node (default: 8)", 8),
     "ranks_per_node": ("[1, 1024]", "GPUs of a node that the trainer uses (default: torchrun's, else all)", None),
     "gpu_memory": ("(0, 100000]", "GiB of a GPU that programs see (default: 79.1, an H100 of 80 GB)", None),
@@ -142,7 +144,7 @@ def execute(arguments: argparse.Namespace) -> int:
         trace=read_trace(arguments.trace) if arguments.trace else None,
     )
     is_given = arguments.gpus or launched_world_size() > 1
-    assumed = [] if is_given else [f"assumed: {_GPUS} GPUs; --gpus N plans for N"]
+    assumed = [] if is_given else [f"assumed: {site.gpus} GPUs; --gpus N plans for N"]
     if config.pruning.early_stop.after_tokens:
         assumed.append("assumed: no completion is stopped early; what pruning.early_stop saves is not counted")
     show(*map(with_paths, (*gpu_note, *assumed, *published, *notes, *layers, *lines(plan, arguments.config), *loaded)))
@@ -196,7 +198,8 @@ def _use_local_gpu(arguments: argparse.Namespace) -> list[str]:
 
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
-    gpus = arguments.gpus or (launched if launched > 1 else _GPUS)
+    named = re.search(r"_(\d{1,6})gpus(?:_|$)", Path(arguments.config).stem)  # as in qwen3_8b_16gpus_dppo.yaml
+    gpus = arguments.gpus or (launched if launched > 1 else int(named[1]) if named and int(named[1]) else _GPUS)
     ranks, per_node = arguments.ranks_per_node, arguments.gpus_per_node
     if not (arguments.gpus or ranks) and launched > 1 and "LOCAL_WORLD_SIZE" in os.environ:
         ranks = launched_here()

@@ -137,7 +137,8 @@ def _wait_for_ranks(store: Any, timeout_s: float) -> None:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise RunAborted(
             f"{len(missing)} of {len(keys)} ranks did not join (rank {', '.join(missing)}): were they started with this"
-            " WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and what does their own output say?"
+            " WORLD_SIZE, MASTER_ADDR and MASTER_PORT, what does their own output say, and do they need longer to load"
+            " their libraries (--limit-s)?"
         ) from None
 
 
