@@ -12,6 +12,7 @@ vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too; this one needs
 from __future__ import annotations
 
 import errno
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -117,6 +118,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group = None
 
 
+CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "dppo_reload")
+
+
 class WorkerExtension:
     """Methods that `/collective_rpc` can call on every worker."""
 
@@ -132,6 +136,20 @@ class WorkerExtension:
             "device": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu",
             "nccl": nccl_settings(),
         }
+
+    def dppo_do(self, method: str, arguments: dict[str, Any]) -> dict[str, str]:
+        """Call one of `CALLS`. Returns what went wrong as text, and raises nothing: of an engine with several workers
+        vLLM raises the first exception and leaves the other workers' answers in their queues, so that each later call
+        gets the answers to an earlier one (0.32.0, `MultiprocExecutor.collective_rpc`). A trainer would then be told
+        that a bucket has been read while workers still read it."""
+        try:
+            if method not in CALLS:
+                raise ValueError(f"{method} is none of {', '.join(CALLS)}")
+            getattr(self, method)(**arguments)
+            return {"problem": ""}
+        except Exception as error:
+            traceback.print_exc()  # to the server's log, as vLLM would have
+            return {"problem": f"{type(error).__name__}: {error}"}
 
     def dppo_reload(self, weights_path: str) -> None:
         """Load safetensors. vLLM's own call accepts no path if the server was started without weights (0.32.0)."""
