@@ -139,6 +139,8 @@ class VLLMServer:
     many random numbers a completion draws then depends on the other requests."""
     _arrays: bool = field(default=False, init=False)
     """The server has our path for answers as arrays."""
+    _updates: bool = field(default=False, init=False)
+    """An update was begun and has not ended: the last one was interrupted, or goes on."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is not vLLM, too old, or not started for RL."""
@@ -198,7 +200,9 @@ class VLLMServer:
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """By our extension's call, which also repairs packed copies, or else vLLM's own."""
         if self._extended:
+            self._updates = True
             self._do("dppo_reload", {"weights_path": path}, timeout_s)
+            self._updates = False
         else:
             self.http.do(_RPC, _call("reload_weights", {"weights_path": path}), timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
@@ -220,15 +224,22 @@ class VLLMServer:
         self._do("init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """An interrupted update stays open, and vLLM refuses the next one until it is finished. It is finished with a
-        version name that no run accepts, since its weights are mixed."""
+        """An interrupted update stays open, and vLLM refuses the next one until it is finished."""
+        self._updates = True
         try:
             self._do("start_weight_update", {}, timeout_s)
-        except Refused:
-            self.http.do("/update_weight_version", {"new_version": "interrupted"}, timeout_s=timeout_s)
-            with contextlib.suppress(Refused):  # if no update was open, the next call raises the real reason
-                self._do("finish_weight_update", {}, timeout_s)
+        except Refused:  # if no update was open, the second try raises the real reason
+            self._end_interrupted(timeout_s)
             self._do("start_weight_update", {}, timeout_s)
+
+    def _end_interrupted(self, timeout_s: float) -> None:
+        """Finish an update that was interrupted, under a version name that no run accepts, since its weights are mixed.
+        It is begun again first, for a worker that failed in it: vLLM has closed it there, but left the layers open."""
+        self.http.do("/update_weight_version", {"new_version": "interrupted"}, timeout_s=timeout_s)
+        for method in ("start_weight_update", "finish_weight_update"):
+            with contextlib.suppress(Refused):
+                self._do(method, {}, timeout_s)
+        self._updates = False
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         self._do("update_weights", {"update_info": _update_info(tensors)}, timeout_s)
@@ -239,6 +250,7 @@ class VLLMServer:
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
         self._do("finish_weight_update", {}, timeout_s)
+        self._updates = False
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
 
@@ -263,6 +275,8 @@ class VLLMServer:
         """At level 2, which drops the weights, since the next sync brings new ones. vLLM ignores `awake`, as it knows
         what is asleep. Kept requests are prefilled again when the cache wakes. A server on a CPU keeps its memory."""
         mode = "&mode=keep" if keeps else ""
+        if self._updates and "weights" in awake:  # vLLM saves the layers' buffers, and those of open ones have no data
+            self._end_interrupted(timeout_s)
         try:
             self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:

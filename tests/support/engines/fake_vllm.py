@@ -30,6 +30,8 @@ class FakeVLLM(ThreadingHTTPServer):
         """Requests for completions so far."""
         self.trouble = 0
         """If not 0, the status of every answer."""
+        self.told: list[str] = []
+        """The commands so far: paths, and methods of the workers."""
         self.did: list[tuple[str, list[Any]]] = []
         """The next calls of the workers' methods, and what each worker answers; where it is empty: all is well."""
         self.instead: dict[str, Any] = {}
@@ -66,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(json.loads(content) if content else {})
+        body = json.loads(content) if content else {}
+        self.server.told.append(body.get("kwargs", body).get("method") or self.path)
+        self._answer(body)
 
     def _answer(self, body: Any) -> None:
         path = self.path.partition("?")[0]

@@ -78,11 +78,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepare the layers to load tensors in checkpoint form."""
-        # reset layers that a failed update left half loaded: vLLM would go on counting, and complete them too early
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel, info.loaded_weights = 0, []
+        reset_half_loaded(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -154,6 +150,7 @@ class WorkerExtension:
     def dppo_reload(self, weights_path: str) -> None:
         """Load safetensors. vLLM's own call accepts no path if the server was started without weights (0.32.0)."""
         tensors = _read(weights_path)
+        reset_half_loaded(self.get_model())  # type: ignore[attr-defined]
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         refresh_packed(self.get_model())  # type: ignore[attr-defined]
 
@@ -177,6 +174,14 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def place_of(config: Any, rank: int) -> int:
     """A worker's index among those of all replicas; vLLM gives each worker the entry at this index of a list."""
     return int(config.data_parallel_index * config.world_size + rank)
+
+
+def reset_half_loaded(model: torch.nn.Module) -> None:
+    """Reset layers that a failed update left half loaded: vLLM would go on counting, and complete them too early."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.loaded_weights = 0, []
 
 
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
