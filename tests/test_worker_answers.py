@@ -112,11 +112,13 @@ def test_what_an_interruption_leaves_in_a_worker(forked_vllm: Path) -> None:
 @needs("vllm")
 def test_a_worker_that_fails_leaves_no_answers_behind(forked_vllm: Path) -> None:
     """In vLLM's own executor of two workers, in `support/engines/queued_answers.py`: after an exception of the first,
-    the second's answer to the same call is taken for that to the next, and so on; after `dppo_do` it is not."""
+    the second's answer to the same call is taken for that to the next, and so on; after `dppo_do` it is not. Our path
+    has the answers of all engines, and takes calls in vLLM's development mode only."""
     done = subprocess.run([forked_vllm, "-m", "queued_answers"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     failed = {"problem": "RuntimeError: no memory"}
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "raised": ["Worker failed with error 'no memory'", ["bucket 2", "bucket 1"]],
         "did": [[failed, WELL], [WELL, WELL]],
+        "posted": [{"replicas": [[failed, WELL], [failed, WELL]]}, 405],
     }

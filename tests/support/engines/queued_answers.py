@@ -3,16 +3,22 @@
 python -m queued_answers
 
 Executor and workers are vLLM's own, with lists for their queues. Prints what the executor is told of such a call, and
-of the next one, with an exception and with `dppo_do`.
+of the next one, with an exception and with `dppo_do`; and what our path answers of two such engines, in vLLM's
+development mode and outside it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
+from dppo_vllm_arrays import WORKERS_PATH, Arrays
 from dppo_vllm_extension import WorkerExtension
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from vllm import envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 
@@ -39,8 +45,8 @@ class Worker(WorkerExtension):
         return f"bucket {bucket}"
 
 
-def told(method: str, first: dict[str, Any], second: dict[str, Any]) -> list[Any]:
-    """Of two calls, one after the other, to a new engine."""
+def engine() -> MultiprocExecutor:
+    """A new one."""
     workers = []
     for rank in range(2):
         worker = WorkerProc.__new__(WorkerProc)
@@ -58,7 +64,13 @@ def told(method: str, first: dict[str, Any], second: dict[str, Any]) -> list[Any
     executor = MultiprocExecutor.__new__(MultiprocExecutor)
     executor.is_failed, executor.futures_queue, executor.rpc_broadcast_mq = False, deque(), Broadcast()
     executor.response_mqs = [worker.worker_response_mq for worker in workers]
-    answers: list[Any] = []
+    executor.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=False))
+    return executor
+
+
+def told(method: str, first: dict[str, Any], second: dict[str, Any]) -> list[Any]:
+    """Of two calls, one after the other."""
+    executor, answers = engine(), []
     for kwargs in (first, second):
         try:
             answers.append(executor.collective_rpc(method, kwargs=kwargs))
@@ -67,6 +79,26 @@ def told(method: str, first: dict[str, Any], second: dict[str, Any]) -> list[Any
     return answers
 
 
+def posted(call: dict[str, Any], *, developing: bool) -> Any:
+    """Our path's answer."""
+    engines = [engine(), engine()]
+
+    async def call_utility_all_async(method: str, *arguments: Any) -> list[Any]:
+        return [getattr(one, method)(*arguments) for one in engines]
+
+    envs.VLLM_SERVER_DEV_MODE = developing
+    app = Starlette()
+    app.state.engine_client = SimpleNamespace(
+        engine_core=SimpleNamespace(call_utility_all_async=call_utility_all_async)
+    )
+    app.add_middleware(Arrays)
+    with TestClient(app) as client:
+        answer = client.post(WORKERS_PATH, json=call)
+        return answer.json() if answer.is_success else answer.status_code
+
+
 buckets: list[dict[str, Any]] = [{"bucket": 1}, {"bucket": 2}]
 calls = [{"method": "update_weights", "arguments": bucket} for bucket in buckets]
-print(json.dumps({"raised": told("update_weights", *buckets), "did": told("dppo_do", *calls)}))
+found = {"raised": told("update_weights", *buckets), "did": told("dppo_do", *calls)}
+found["posted"] = [posted(calls[0], developing=developing) for developing in (True, False)]
+print(json.dumps(found))
