@@ -20,7 +20,7 @@ import msgspec
 
 from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
 from dppo_megatron.rollout.servers.dialects import VLLM_ARRAYS_PATH, VLLM_WORKERS_PATH, VLLMDialect
-from dppo_megatron.rollout.servers.http import Done, Http, Refused
+from dppo_megatron.rollout.servers.http import BadAnswer, Done, Http, Refused, hidden
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.protocol import (
     CHUNK_BYTES,
@@ -40,6 +40,7 @@ from dppo_megatron.rollout.servers.protocol import (
     architecture_of,
     check_version,
 )
+from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
 
 _IN_ENGINE = Path(__file__).parent / "in_engine"
@@ -113,6 +114,18 @@ class Models(msgspec.Struct):
     replicas: list[list[Worker]] = []
 
 
+class Did(msgspec.Struct):
+    """The answer of `dppo_do` in `in_engine/dppo_vllm_extension.py`."""
+
+    problem: str
+    """Empty: none."""
+
+
+class AllDid(msgspec.Struct):
+    results: list[Did] = []
+    replicas: list[list[Did]] = []
+
+
 @dataclass
 class VLLMServer:
     engine: ClassVar[str] = "vLLM"
@@ -126,6 +139,8 @@ class VLLMServer:
     many random numbers a completion draws then depends on the other requests."""
     _arrays: bool = field(default=False, init=False)
     """The server has our path for answers as arrays."""
+    _updates: bool = field(default=False, init=False)
+    """An update was begun and has not ended: the last one was interrupted, or goes on."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Raises UserError for a server that is not vLLM, too old, or not started for RL."""
@@ -184,8 +199,12 @@ class VLLMServer:
 
     def load_from_disk(self, path: str, version: str, *, timeout_s: float) -> None:
         """By our extension's call, which also repairs packed copies, or else vLLM's own."""
-        method = "dppo_reload" if self._extended else "reload_weights"
-        self.http.do(_RPC, _call(method, timeout_s, weights_path=path), timeout_s=timeout_s)
+        if self._extended:
+            self._updates = True
+            self._do("dppo_reload", {"weights_path": path}, timeout_s)
+            self._updates = False
+        else:
+            self.http.do(_RPC, _call("reload_weights", {"weights_path": path}), timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
         self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
 
@@ -202,27 +221,37 @@ class VLLMServer:
             "chunk_bytes": CHUNK_BYTES,
             "secret": rendezvous.secret,
         }
-        self.http.do("/init_weight_transfer_engine", {"init_info": info}, timeout_s=timeout_s)
+        self._do("init_weight_transfer_engine", {"init_info": info}, timeout_s)
 
     def begin_update(self, *, timeout_s: float) -> None:
-        """An interrupted update stays open, and vLLM refuses the next one until it is finished. It is finished with a
-        version name that no run accepts, since its weights are mixed."""
+        """An interrupted update stays open, and vLLM refuses the next one until it is finished."""
+        self._updates = True
         try:
-            self.http.do("/start_weight_update", timeout_s=timeout_s)
-        except Refused:
-            with contextlib.suppress(Refused):  # if no update was open, the next call raises the real reason
-                self.http.do("/finish_weight_update", {"weight_version": "interrupted"}, timeout_s=timeout_s)
-            self.http.do("/start_weight_update", timeout_s=timeout_s)
+            self._do("start_weight_update", {}, timeout_s)
+        except Refused:  # if no update was open, the second try raises the real reason
+            self._end_interrupted(timeout_s)
+            self._do("start_weight_update", {}, timeout_s)
+
+    def _end_interrupted(self, timeout_s: float) -> None:
+        """Finish an update that was interrupted, under a version name that no run accepts, since its weights are mixed.
+        It is begun again first, for a worker that failed in it: vLLM has closed it there, but left the layers open."""
+        self.http.do("/update_weight_version", {"new_version": "interrupted"}, timeout_s=timeout_s)
+        for method in ("start_weight_update", "finish_weight_update"):
+            with contextlib.suppress(Refused):
+                self._do(method, {}, timeout_s)
+        self._updates = False
 
     def receive(self, tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        self.http.do("/update_weights", {"update_info": _update_info(tensors)}, timeout_s=timeout_s)
+        self._do("update_weights", {"update_info": _update_info(tensors)}, timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
         info = [_update_info(tensors) | {"memory": offer} for offer in offers]
-        self.http.do("/update_weights", {"update_info": info}, timeout_s=timeout_s)
+        self._do("update_weights", {"update_info": info}, timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
-        self.http.do("/finish_weight_update", {"weight_version": version}, timeout_s=timeout_s)
+        self._do("finish_weight_update", {}, timeout_s)
+        self._updates = False
+        self.http.do("/update_weight_version", {"new_version": version}, timeout_s=timeout_s)
         self._forget_prefixes(timeout_s)
 
     def weights_version(self, *, timeout_s: float) -> str:
@@ -246,6 +275,8 @@ class VLLMServer:
         """At level 2, which drops the weights, since the next sync brings new ones. vLLM ignores `awake`, as it knows
         what is asleep. Kept requests are prefilled again when the cache wakes. A server on a CPU keeps its memory."""
         mode = "&mode=keep" if keeps else ""
+        if self._updates and "weights" in awake:  # vLLM saves the layers' buffers, and those of open ones have no data
+            self._end_interrupted(timeout_s)
         try:
             self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:
@@ -256,6 +287,20 @@ class VLLMServer:
 
     def wake(self, what: DeviceMemory, *, timeout_s: float) -> None:
         self.http.do(f"/wake_up?tags={quote(what)}", timeout_s=timeout_s)
+
+    def _do(self, method: str, arguments: dict[str, Any], timeout_s: float) -> None:
+        """Have every worker of every replica call its `method`. Raises Refused with what the first that failed says,
+        and BadAnswer if one does not answer: see `dppo_do`."""
+        kwargs = {"method": method, "arguments": arguments}
+        if self._arrays:
+            answers = self.http.post(VLLM_WORKERS_PATH, AllDid, kwargs, timeout_s=timeout_s).replicas
+            did = [worker for replica in answers for worker in replica]
+        else:
+            did = self.http.post(_RPC, AllDid, _call("dppo_do", kwargs), timeout_s=timeout_s).results
+        if len(did) != self.world_size:
+            raise BadAnswer(f"{self.http.url}: {len(did)} of {self.world_size} workers answer to {method}")
+        if problem := next((worker.problem for worker in did if worker.problem), ""):
+            raise Refused(500, one_line(hidden(problem, self.http.api_key)))
 
     def _forget_prefixes(self, timeout_s: float) -> None:
         """Raises Refused while blocks of the cache are in use."""
@@ -269,7 +314,7 @@ class VLLMServer:
             replicas = self.http.get(VLLM_WORKERS_PATH, Models, timeout_s=timeout_s).replicas
             models = sorted((model for replica in replicas for model in replica), key=lambda model: model.place)
         elif self._extended:  # this returns the workers of the first replica only
-            models = self.http.post(_RPC, Models, _call("dppo_model", timeout_s), timeout_s=timeout_s).results
+            models = self.http.post(_RPC, Models, _call("dppo_model", {}), timeout_s=timeout_s).results
         world_size = self.world_size
         whole = [model.place for model in models] == list(range(world_size)) and world_size % self.replicas == 0
         if not whole and (self.replicas > 1 or self._extended):
@@ -281,8 +326,9 @@ class VLLMServer:
         return models
 
 
-def _call(method: str, timeout_s: float, **arguments: Any) -> dict[str, Any]:
-    return {"method": method, "kwargs": arguments, "timeout": timeout_s}
+def _call(method: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without vLLM's timeout, after which late answers would be taken for those to the next call (see `dppo_do`)."""
+    return {"method": method, "kwargs": kwargs}
 
 
 def _update_info(tensors: Sequence[TensorNote]) -> dict[str, Any]:

@@ -35,8 +35,9 @@ from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.sync.channels import Bucket, BucketChannel, Offers, Tensors, buckets, drain, on_each
 
-_CALLS = 4
-"""Most sequential calls to a server between two exchanges: one for a bucket, and up to three that end an update."""
+_CALLS = 5
+"""Most sequential calls to a server between two exchanges: up to five begin an update, one is for a bucket, and up to
+three end it."""
 _GATHERING = timedelta(minutes=30)
 """Time for the actor's own work between two exchanges: torch's default timeout."""
 _DEVICE_ARGUMENT = 6

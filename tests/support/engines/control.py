@@ -183,6 +183,8 @@ _WORKER = {
 _WORKER_READS = {name: OPTIONAL & {"null"} for name in ("architecture", "vocab_size")}
 _WORKER_READS |= {"device": _FOUND, "place": frozenset(("missing",)), "nccl": frozenset(("missing",))}
 _WORKER_READS |= {"nccl/version": frozenset(("missing",))}
+_DID = {"results": [{"problem": ""}]}
+_DID_READS = {"results": _FOUND, "results/0": _FOUND, "results/0/problem": _FOUND}
 _DIGESTS = {"dp0:pp0:pcp0:tp0:other": "ab" * 32}
 
 
@@ -260,10 +262,10 @@ ROWS = [
         {"results": _FOUND, "results/0": _FOUND, **_under("results/0", _WORKER_READS)},
         _FOUND,
     ),
-    *_command("vllm", "disk", "sleep", "wake_up", "pause", "resume", "collective_rpc", "reset_prefix_cache"),
-    *_command("vllm", "disk", "update_weight_version"),
-    *_command("vllm", "ipc", "start_weight_update", "update_weights", "finish_weight_update"),
-    *_command("vllm", "gloo", "init_weight_transfer_engine", "update_weights"),
+    *_command("vllm", "disk", "sleep", "wake_up", "pause", "resume", "reset_prefix_cache", "update_weight_version"),
+    Row("vllm", "collective_rpc", "disk", _DID, _DID_READS, _FOUND),
+    Row("vllm", "collective_rpc", "ipc", _DID, _DID_READS, _FOUND),
+    Row("vllm", "collective_rpc", "gloo", _DID, _DID_READS, _FOUND),
     Row("vllm", "weight_info", "disk", {"weight_version": "1"}, {"weight_version": _FOUND}, _FOUND),
     Row(
         "vllm",

@@ -30,6 +30,10 @@ class FakeVLLM(ThreadingHTTPServer):
         """Requests for completions so far."""
         self.trouble = 0
         """If not 0, the status of every answer."""
+        self.told: list[str] = []
+        """The commands so far: paths, and methods of the workers."""
+        self.did: list[tuple[str, list[Any]]] = []
+        """The next calls of the workers' methods, and what each worker answers; where it is empty: all is well."""
         self.instead: dict[str, Any] = {}
         """By path, what is answered in place of what would be right."""
 
@@ -64,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(json.loads(content) if content else {})
+        body = json.loads(content) if content else {}
+        self.server.told.append(body.get("kwargs", body).get("method") or self.path)
+        self._answer(body)
 
     def _answer(self, body: Any) -> None:
         path = self.path.partition("?")[0]
@@ -72,8 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send({"error": "no key"}, 401)
         if path == "/workers" or self.server.trouble:
             return self._send({}, self.server.trouble or 404)
-        if path in ("/update_weight_version", "/finish_weight_update"):
-            self.server.version = body.get("new_version", body.get("weight_version"))
+        if path == "/update_weight_version":
+            self.server.version = body["new_version"]
         self._send(self._about(path, body))
 
     def _about(self, path: str, body: Any) -> Any:
@@ -97,7 +103,19 @@ class _Handler(BaseHTTPRequestHandler):
             "/collective_rpc": {"results": [model]},
             "/weight_checker": {"checksums": {}},
         }
-        return (answers | self.server.instead).get(path, {})
+        known = answers | self.server.instead
+        if path == "/dppo_workers" and body is not None:
+            return {"replicas": [[answer] for answer in self._did(body, known)]}
+        if path == "/collective_rpc" and body.get("method") == "dppo_do":
+            return {"results": self._did(body["kwargs"], known)}
+        return known.get(path, {})
+
+    def _did(self, call: dict[str, Any], known: dict[str, Any]) -> list[Any]:
+        """Of all workers; a call that is not the expected one is answered by nobody."""
+        if not self.server.did:
+            return [{"problem": ""}] * int(known["/get_world_size"]["world_size"])
+        method, answers = self.server.did.pop(0)
+        return answers if call["method"] == method else []
 
     def _send(self, answer: Any, status: int = 200) -> None:
         content = json.dumps(answer).encode()

@@ -58,6 +58,7 @@ _ABOUT_ITSELF: dict[str, Any] = {
     "server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}, "version": "0.5.23"},
     "weight_info": {"weight_version": VERSION},
     "get_world_size": {"world_size": 1},
+    "collective_rpc": {"results": [{"problem": ""}]},
     "weight_checker": {"checksums": {}},
     "weights_checker": {"ranks": []},
     "model_info": {"model_path": "/no/such/model", "weight_version": VERSION},

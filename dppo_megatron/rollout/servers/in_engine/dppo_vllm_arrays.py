@@ -9,8 +9,9 @@ adds two paths to the application, behind any middleware that checks keys; nothi
 in the form of /inference/v1/generate, it reads `request_id`, `token_ids`, `sampling_params`, `data_parallel_rank` (the
 replica that is to answer) and `experts` (whether to return them). The answer has the form of `dppo_arrays.py`.
 
-GET /dppo_workers returns `dppo_model` of every worker of every replica: with --data-parallel-size, vLLM's
-/collective_rpc calls all replicas but returns only the first one's answer (`DPLBAsyncMPClient.call_utility_async`).
+GET /dppo_workers returns `dppo_model` of every worker of every replica, and in the development mode POST the answers of
+`dppo_do` to the body's arguments: with --data-parallel-size, vLLM's /collective_rpc calls all replicas but returns only
+the first one's answer (`DPLBAsyncMPClient.call_utility_async`).
 
 Imports nothing of the package, because it runs in the engine's environment.
 """
@@ -25,7 +26,7 @@ from dppo_arrays import FORM, packed
 from dppo_vllm_guard import App, Message, Receive, Send
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -44,14 +45,15 @@ class Arrays:
         if not self._is_added and "app" in scope:
             self._is_added = True
             scope["app"].add_route(PATH, answer, methods=["GET", "POST"])
-            scope["app"].add_route(WORKERS_PATH, workers, methods=["GET"])
+            scope["app"].add_route(WORKERS_PATH, workers, methods=["GET", "POST"][: 1 + envs.VLLM_SERVER_DEV_MODE])
         await self._app(scope, receive, send)
 
 
 async def workers(request: Request) -> Response:
-    """{"replicas": [[answer of `dppo_model` per worker], ...]}."""
+    """{"replicas": [[answer per worker], ...]}."""
     core = request.app.state.engine_client.engine_core
-    replicas = await core.call_utility_all_async("collective_rpc", "dppo_model", None, (), None)
+    call = ("dppo_do", None, (), await request.json()) if request.method == "POST" else ("dppo_model", None, (), None)
+    replicas = await core.call_utility_all_async("collective_rpc", *call)
     return JSONResponse({"replicas": replicas})
 
 

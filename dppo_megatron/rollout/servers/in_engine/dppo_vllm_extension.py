@@ -12,6 +12,7 @@ vLLM's own nccl transport needs vLLM (PyNccl) in the trainer too; this one needs
 from __future__ import annotations
 
 import errno
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -77,11 +78,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Prepare the layers to load tensors in checkpoint form."""
-        # reset layers that a failed update left half loaded: vLLM would go on counting, and complete them too early
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel, info.loaded_weights = 0, []
+        reset_half_loaded(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -117,6 +114,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._group = None
 
 
+CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "dppo_reload")
+
+
 class WorkerExtension:
     """Methods that `/collective_rpc` can call on every worker."""
 
@@ -133,9 +133,24 @@ class WorkerExtension:
             "nccl": nccl_settings(),
         }
 
+    def dppo_do(self, method: str, arguments: dict[str, Any]) -> dict[str, str]:
+        """Call one of `CALLS`. Returns what went wrong as text, and raises nothing: of an engine with several workers
+        vLLM raises the first exception and leaves the other workers' answers in their queues, so that each later call
+        gets the answers to an earlier one (0.32.0, `MultiprocExecutor.collective_rpc`). A trainer would then be told
+        that a bucket has been read while workers still read it."""
+        try:
+            if method not in CALLS:
+                raise ValueError(f"{method} is none of {', '.join(CALLS)}")
+            getattr(self, method)(**arguments)
+            return {"problem": ""}
+        except Exception as error:
+            traceback.print_exc()  # to the server's log, as vLLM would have
+            return {"problem": f"{type(error).__name__}: {error}"}
+
     def dppo_reload(self, weights_path: str) -> None:
         """Load safetensors. vLLM's own call accepts no path if the server was started without weights (0.32.0)."""
         tensors = _read(weights_path)
+        reset_half_loaded(self.get_model())  # type: ignore[attr-defined]
         self.reload_weights(weights_iterator=tensors)  # type: ignore[attr-defined]
         refresh_packed(self.get_model())  # type: ignore[attr-defined]
 
@@ -159,6 +174,14 @@ def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 def place_of(config: Any, rank: int) -> int:
     """A worker's index among those of all replicas; vLLM gives each worker the entry at this index of a list."""
     return int(config.data_parallel_index * config.world_size + rank)
+
+
+def reset_half_loaded(model: torch.nn.Module) -> None:
+    """Reset layers that a failed update left half loaded: vLLM would go on counting, and complete them too early."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.load_numel, info.loaded_weights = 0, []
 
 
 def keep_what_waits(model: torch.nn.Module, memory: torch.Tensor) -> None:
