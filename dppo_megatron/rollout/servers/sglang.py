@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
+import torch
 
 from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
-from dppo_megatron.config.server_args import read_split
+from dppo_megatron.config.server_args import named_option, read_split
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
@@ -295,6 +296,13 @@ def _drafting(config: RolloutConfig) -> list[str]:
         # a sleeping server drops all weights, and no sync brings the drafter's
         *(["--enable-draft-weights-cpu-backup"] if config.servers.colocate else []),
     ]
+
+
+def recording_arguments(given: Sequence[str]) -> list[str]:
+    """Arguments with which a server on this machine's GPUs records routed experts. On Blackwell SGLang's own choice for
+    a mixture routes inside its kernel, past the recorder (0.5.23, layers/moe/topk.py: `_can_bypass_trtllm_routing`)."""
+    is_chosen = named_option(given, ("--moe-runner-backend", "--moe-a2a-backend"))
+    return ["--moe-runner-backend", "triton"] if torch.cuda.get_device_capability()[0] == 10 and not is_chosen else []
 
 
 def draft_ladder(config: RolloutConfig) -> dict[str, str]:
