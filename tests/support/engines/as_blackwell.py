@@ -1,0 +1,86 @@
+"""Runs in SGLang's environment: what its own functions do on a B200, whose chip, DeepGEMM and FlashInfer they are told
+of. Prints JSON.
+
+python -m as_blackwell experts ARGUMENTS OF THE SERVER       whether the kernel of a mixture routes past the recorder
+python -m as_blackwell scales                                whether a layer takes scales after its first weights
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.layers import deep_gemm_wrapper
+from sglang.srt.layers.deep_gemm_wrapper import configurer
+from sglang.srt.layers.moe.topk import TopK, TopKConfig, TopKOutputFormat
+from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
+from sglang.srt.layers.parameter import BlockQuantScaleParameter
+from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.model_loader import utils as loading
+from sglang.srt.runtime_context import override_platform
+from sglang.srt.server_args import prepare_server_args
+
+
+def routes_unseen(arguments: list[str]) -> bool:
+    """For a router like Qwen3's: softmax, no groups, no bias, renormalized."""
+    args = prepare_server_args(arguments)
+    args.resolve_once()
+    chosen = args.resolved_dict()["moe_runner_backend"]
+    topk = types.SimpleNamespace(is_fp4_experts=False, _runner_backend_bound=False, topk_config=TopKConfig(top_k=2))
+    runner = MoeRunnerBackend("triton" if chosen == "auto" else chosen)
+    TopK.bind_runner_backend(topk, runner, routing_method_type=RoutingMethodType.Renormalize)
+    return bool(topk.topk_config.output_format == TopKOutputFormat.BYPASSED)
+
+
+def _aligned(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def install_deep_gemm() -> None:
+    """The functions of DeepGEMM that prepare weights, as SGLang has them in torch."""
+    utils, layout = types.ModuleType("deep_gemm.utils"), types.ModuleType("deep_gemm.utils.layout")
+    utils.align, utils.get_tma_aligned_size = _aligned, lambda size, each: _aligned(size, 16 // each)  # type: ignore[attr-defined]
+    packed = fp8_utils._get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl
+    layout.get_mn_major_tma_aligned_packed_ue8m0_tensor = packed  # type: ignore[attr-defined]
+    sys.modules |= {
+        "deep_gemm": types.ModuleType("deep_gemm"),
+        "deep_gemm.utils": utils,
+        "deep_gemm.utils.layout": layout,
+    }
+    sys.modules["deep_gemm"].utils, utils.layout = utils, layout  # type: ignore[attr-defined]
+    configurer._is_cuda = True
+    configurer.get_device_sm = loading.get_device_sm = lambda: 100
+    fp8_utils.is_flashinfer_available = lambda: True
+    deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = configurer._compute_enable_deep_gemm()
+    deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 = deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM
+    fp8_utils.block_quant_dequant = _multiplied_out  # SGLang's is a kernel
+
+
+def _multiplied_out(weight: Any, scales: Any, block: list[int], dtype: torch.dtype) -> Any:
+    return (weight.float() * scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)).to(dtype)
+
+
+def takes_scales() -> bool:
+    """A layer [256, 1024] is given weights, prepared for its kernel, and given scales again."""
+    install_deep_gemm()
+    weight = torch.nn.Parameter(torch.ones(256, 1024).to(torch.float8_e4m3fn), requires_grad=False)
+    scales = BlockQuantScaleParameter(data=torch.ones(2, 8), input_dim=1, output_dim=0, weight_loader=lambda *_: None)
+    linear = fp8_utils.dispatch_w8a8_block_fp8_linear([128, 128])
+    on_deep_gemm = linear is fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback
+    fp8_utils.requant_block_scale_ue8m0_for_deepgemm(
+        weight, scales, [128, 128], on_deep_gemm, output_dtype=torch.bfloat16, weight_shape=weight.shape
+    )
+    try:
+        scales.load_row_parallel_weight(torch.full((2, 8), 0.5), tp_rank=0)
+    except AssertionError:
+        return False
+    return bool((scales == 0.5).all())
+
+
+ask = {"experts": partial(routes_unseen, sys.argv[2:]), "scales": takes_scales}[sys.argv[1]]
+with override_platform(is_sm100=True, is_blackwell=True, is_sm90=False, is_sm120=False):
+    print(json.dumps(ask()))
