@@ -163,8 +163,8 @@ def quantized_variables(rollout: RolloutConfig) -> dict[str, str]:
     """Additional environment variables of a server on this machine, against what engines do to weights for DeepGEMM.
 
     On Hopper vLLM quantizes weights again, with powers of two as scales (0.32, utils/deep_gemm.py), which only
-    Blackwell needs. On Blackwell SGLang packs the scales of its first weights, and then has no place for those of a sync
-    (0.5.23, fp8_utils.py); without DeepGEMM it uses FlashInfer's kernels, which take scales as they are.
+    Blackwell needs. On Blackwell SGLang packs the scales of its first weights, and then has no place for those of a
+    sync (0.5.23, fp8_utils.py); without DeepGEMM it uses FlashInfer's kernels, which take scales as they are.
     """
     if rollout.quantization == "off" or not torch.cuda.is_available():
         return {}
