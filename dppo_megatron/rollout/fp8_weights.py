@@ -164,11 +164,17 @@ def quantized_variables(rollout: RolloutConfig) -> dict[str, str]:
 
     On Hopper vLLM quantizes weights again, with powers of two as scales (0.32, utils/deep_gemm.py), which only
     Blackwell needs. On Blackwell SGLang packs the scales of its first weights, and then has no place for those of a
-    sync (0.5.23, fp8_utils.py); without DeepGEMM it uses FlashInfer's kernels, which take scales as they are.
+    sync (0.5.23, fp8_utils.py); without DeepGEMM it uses FlashInfer's kernels, which take scales as they are. Raises
+    UserError for a chip on which it can take no sync at all.
     """
     if rollout.quantization == "off" or not torch.cuda.is_available():
         return {}
     chip, is_vllm = torch.cuda.get_device_capability(), rollout.engine == "vllm"
+    if not is_vllm and chip < (8, 9):
+        raise UserError(
+            f"rollout.quantization = {rollout.quantization}: on a chip older than Ada SGLang packs its first weights"
+            " for its Marlin kernel (0.5.23), and cannot load those of a sync; leave it off"
+        )
     if is_vllm and rollout.quantization == "fp8" and chip == (9, 0):
         return {_ROUNDS_AGAIN: os.environ.get(_ROUNDS_AGAIN, "0")}
     return {_REPACKS: os.environ.get(_REPACKS, "0")} if not is_vllm and chip >= (10, 0) else {}

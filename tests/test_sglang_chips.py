@@ -1,5 +1,5 @@
-"""Launched SGLang servers on Blackwell chips, by SGLang's own functions, which are told of a B200 (`as_blackwell.py`):
-a sync's scales find their place, and a mixture's experts are recorded."""
+"""Launched SGLang servers on chips other than Hopper, by SGLang's own functions, which are told of them
+(`sglang_chips.py`): a sync's weights find their place, and a mixture's experts are recorded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from support.engines.servers import PYTHON, local_settings, needs, stand_ins
 from support.job import job_config, write_job_files
 
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, make_servers
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept.jobs import write_mixture
 
 pytestmark = needs("sglang")
@@ -49,16 +50,16 @@ def launched(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return made
 
 
-def _on_blackwell(*arguments: str, **variables: str) -> bool:
+def _asked(*arguments: str, **variables: str) -> Any:
     paths = [str(Path(servers.__file__).parent), stand_ins("sglang").get("PYTHONPATH", "")]
     done = subprocess.run(
-        [PYTHON["sglang"], "-m", "as_blackwell", *arguments],
+        [PYTHON["sglang"], "-m", "sglang_chips", *arguments],
         capture_output=True,
         text=True,
         env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return bool(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("quantization", "given", "takes"), [("fp8_pow2", None, True), ("fp8", "1", False)])
@@ -71,7 +72,7 @@ def test_a_layer_takes_scales_after_its_first(
     if given:
         monkeypatch.setenv(DEEP_GEMM, given)
     server = launched((10, 0), rollout__quantization=quantization, objective__correction__level="token")
-    assert _on_blackwell("scales", **server.variables) == takes
+    assert _asked("scales", **server.variables) == takes
 
 
 def test_other_chips_and_servers_keep_deep_gemm(launched: Any) -> None:
@@ -79,12 +80,23 @@ def test_other_chips_and_servers_keep_deep_gemm(launched: Any) -> None:
     assert DEEP_GEMM not in launched((9, 0), **rounded).variables | launched((10, 0)).variables
 
 
+def test_a_chip_on_which_no_layer_takes_other_weights_is_refused(launched: Any) -> None:
+    rounded = {"rollout__quantization": "fp8", "objective__correction__level": "token"}
+    refusing = [tuple(chip) for chip in _asked("packs")]
+    assert refusing == [(8, 0), (8, 6)]
+    for chip in refusing:
+        with pytest.raises(UserError, match="on a chip older than Ada SGLang packs its first weights"):
+            launched(chip, **rounded)
+        launched(chip)
+    launched((8, 9), **rounded)
+
+
 @pytest.mark.parametrize("given", [(), ("--moe-runner-backend", "flashinfer_trtllm")])
 def test_experts_are_recorded(launched: Any, given: Sequence[str]) -> None:
     """SGLang's own choice for Qwen3's mixtures routes inside the kernel; a user's choice stays."""
     server = launched((10, 0), given, actor__routing_replay="engine")
     told = [part.replace("{port}", "30000") for part in server.command[2:]]
-    assert _on_blackwell("experts", *told, "--device", "cpu") == bool(given)
+    assert _asked("experts", *told, "--device", "cpu") == bool(given)
     assert "--enable-return-routed-experts" in told
 
 

@@ -1,8 +1,10 @@
 """Runs in SGLang's environment: what its own functions do on a B200, whose chip, DeepGEMM and FlashInfer they are told
-of. Prints JSON.
+of, or on older chips. Prints JSON.
 
-python -m as_blackwell experts ARGUMENTS OF THE SERVER       whether the kernel of a mixture routes past the recorder
-python -m as_blackwell scales                                whether a layer takes scales after its first weights
+python -m sglang_chips experts ARGUMENTS OF THE SERVER       whether the kernel of a mixture routes past the recorder
+python -m sglang_chips scales                                whether a layer takes scales after its first weights
+python -m sglang_chips packs                                 compute capabilities on which a layer's first weights are
+                                                             replaced by others, without a loader and without scales
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.deep_gemm_wrapper import configurer
 from sglang.srt.layers.moe.topk import TopK, TopKConfig, TopKOutputFormat
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
-from sglang.srt.layers.parameter import BlockQuantScaleParameter
-from sglang.srt.layers.quantization import fp8_utils
+from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from sglang.srt.layers.quantization import fp8_utils, marlin_utils_fp8
 from sglang.srt.model_loader import utils as loading
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
@@ -81,6 +83,28 @@ def takes_scales() -> bool:
     return bool((scales == 0.5).all())
 
 
-ask = {"experts": partial(routes_unseen, sys.argv[2:]), "scales": takes_scales}[sys.argv[1]]
+def packing_chips() -> list[tuple[int, int]]:
+    """Of a layer [256, 1024]. The kernels that pack it are left out: they keep neither its loader nor its name."""
+    marlin_utils_fp8.gptq_marlin_repack = lambda b_q_weight, **_: b_q_weight
+    marlin_utils_fp8.marlin_make_workspace = lambda device: torch.empty(0)
+    found = []
+    for chip in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        fp8_utils.get_device_capability = lambda chip=chip: chip
+        rounded = {"data": torch.ones(256, 1024).to(torch.float8_e4m3fn), "weight_loader": lambda *_: None}
+        layer = torch.nn.Module()
+        layer.weight = ModelWeightParameter(input_dim=1, output_dim=0, **rounded)
+        scales = {"data": torch.ones(2, 8), "weight_loader": lambda *_: None}
+        layer.weight_scale_inv = BlockQuantScaleParameter(input_dim=1, output_dim=0, **scales)
+        layer.output_size_per_partition, layer.input_size_per_partition = 256, 1024
+        layer.weight_block_size, layer.orig_dtype = [128, 128], torch.bfloat16
+        if fp8_utils.can_auto_enable_marlin_fp8():
+            marlin_utils_fp8.prepare_fp8_layer_for_marlin(layer, size_k_first=False)
+        names = {name for name, _ in layer.named_parameters()}
+        if not hasattr(layer.weight, "weight_loader") and "weight_scale_inv" not in names:
+            found.append(chip)
+    return found
+
+
+ask = {"experts": partial(routes_unseen, sys.argv[2:]), "scales": takes_scales, "packs": packing_chips}[sys.argv[1]]
 with override_platform(is_sm100=True, is_blackwell=True, is_sm90=False, is_sm120=False):
     print(json.dumps(ask()))
