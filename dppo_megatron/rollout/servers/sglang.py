@@ -225,7 +225,7 @@ class SGLangServer:
         self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        body = {"serialized_named_tensors": list(offers), **_TO_POLICY, **_FLUSH}
+        body = {"serialized_named_tensors": list(offers), "load_format": "flattened_bucket", **_TO_POLICY, **_FLUSH}
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:

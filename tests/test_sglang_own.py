@@ -1,5 +1,5 @@
-"""Launched SGLang servers on chips other than Hopper, by SGLang's own functions, which are told of them
-(`sglang_chips.py`): a sync's weights find their place, and a mixture's experts are recorded."""
+"""What SGLang's own functions (`sglang_own.py`) do with the trainer's offers, and in launched servers on chips other
+than Hopper, which they are told of: a sync's weights find their place, and a mixture's experts are recorded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from support.engines.servers import PYTHON, local_settings, needs, stand_ins
 from support.job import job_config, write_job_files
 
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, make_servers
+from dppo_megatron.rollout.sync.channels import Bucket
+from dppo_megatron.rollout.sync.colocated import SharedBuffer, sglang_offer
 from dppo_megatron.types import UserError
 from dppo_megatron.workbench.accept.jobs import write_mixture
 
@@ -50,16 +52,31 @@ def launched(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     return made
 
 
-def _asked(*arguments: str, **variables: str) -> Any:
+def _asked(*arguments: str, given: str = "", **variables: str) -> Any:
     paths = [str(Path(servers.__file__).parent), stand_ins("sglang").get("PYTHONPATH", "")]
     done = subprocess.run(
-        [PYTHON["sglang"], "-m", "sglang_chips", *arguments],
+        [PYTHON["sglang"], "-m", "sglang_own", *arguments],
+        input=given,
         capture_output=True,
         text=True,
         env=os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)},
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_bucket_is_unpacked(kind: torch.dtype) -> None:
+    """With the end of a longer bucket behind it in the buffer."""
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (5,), "a.weight": (2, 3), "scalar": ()}
+    values = {name: torch.randn(shape).to(kind) for name, shape in shapes.items()}
+    bucket = Bucket(list(values.items()))
+    buffer = SharedBuffer(1024, torch.device("cpu"))
+    buffer.memory.fill_(255)
+    buffer.fill(bucket.flat())
+    found = _asked("bucket", given=str(sglang_offer(buffer, bucket.notes)))
+    buffer.close()
+    assert found == {name: [str(kind), tensor.float().tolist()] for name, tensor in values.items()}
 
 
 @pytest.mark.parametrize(("quantization", "given", "takes"), [("fp8_pow2", None, True), ("fp8", "1", False)])

@@ -1,10 +1,11 @@
-"""Runs in SGLang's environment: what its own functions do on a B200, whose chip, DeepGEMM and FlashInfer they are told
-of, or on older chips. Prints JSON.
+"""Runs in SGLang's environment: what its own functions do with what the trainer sends, and on a B200, whose chip,
+DeepGEMM and FlashInfer they are told of, or on older chips. Prints JSON.
 
-python -m sglang_chips experts ARGUMENTS OF THE SERVER       whether the kernel of a mixture routes past the recorder
-python -m sglang_chips scales                                whether a layer takes scales after its first weights
-python -m sglang_chips packs                                 compute capabilities on which a layer's first weights are
+python -m sglang_own experts ARGUMENTS OF THE SERVER       whether the kernel of a mixture routes past the recorder
+python -m sglang_own scales                                whether a layer takes scales after its first weights
+python -m sglang_own packs                                 compute capabilities on which a layer's first weights are
                                                              replaced by others, without a loader and without scales
+python -m sglang_own bucket < OFFER                          what a model is given to load: {name: [type, values]}
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from sglang.srt.layers.moe.topk import TopK, TopKConfig, TopKOutputFormat
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 from sglang.srt.layers.parameter import BlockQuantScaleParameter, ModelWeightParameter
 from sglang.srt.layers.quantization import fp8_utils, marlin_utils_fp8
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader import utils as loading
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils.common import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
 
 def routes_unseen(arguments: list[str]) -> bool:
@@ -105,6 +108,24 @@ def packing_chips() -> list[tuple[int, int]]:
     return found
 
 
-ask = {"experts": partial(routes_unseen, sys.argv[2:]), "scales": takes_scales, "packs": packing_chips}[sys.argv[1]]
+def given_of_a_bucket() -> dict[str, Any]:
+    """As a worker of a server takes its part of POST /update_weights_from_tensor."""
+    [part] = normalize_serialized_named_tensor_payloads([sys.stdin.read()])
+    model = types.SimpleNamespace(named=dict[str, Any](), modules=list[Any])
+    model.load_weights = model.named.update
+    updater = types.SimpleNamespace(get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
+    take = partial(WeightUpdater._update_weights_from_flattened_bucket, updater)
+    updater._update_weights_from_flattened_bucket = take
+    tensors = MultiprocessingSerializer.deserialize(part)
+    assert WeightUpdater.update_weights_from_tensor(updater, tensors, "flattened_bucket")[0]
+    return {name: [str(tensor.dtype), tensor.float().tolist()] for name, tensor in model.named.items()}
+
+
+ask = {
+    "experts": partial(routes_unseen, sys.argv[2:]),
+    "scales": takes_scales,
+    "packs": packing_chips,
+    "bucket": given_of_a_bucket,
+}[sys.argv[1]]
 with override_platform(is_sm100=True, is_blackwell=True, is_sm90=False, is_sm120=False):
     print(json.dumps(ask()))
