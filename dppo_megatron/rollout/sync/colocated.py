@@ -222,12 +222,9 @@ def vllm_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 
 
 def sglang_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    """SGLang's `flattened_bucket` (0.5.23, weight_sync/tensor_bucket.py), with a type that its unpickler accepts.
-
-    A handle for each tensor would do, but on a GPU each handle of a buffer nests in the one before (torch's
-    CudaIPCTypes.cpp) until the buffer is freed, which unpacks them recursively: an end by stack overflow for the tens
-    of thousands of tensors of a large mixture.
-    """
+    """SGLang's `flattened_bucket` (0.5.23, weight_sync/tensor_bucket.py), with a type that its unpickler accepts. Not a
+    handle for each tensor: on a GPU a buffer's handles nest in one another (torch's CudaIPCTypes.cpp), and freeing it
+    takes them apart recursively, which for a large mixture's tens of thousands could overflow the stack."""
     metadata, end = [], 0
     for note in tensors:
         kind, start = getattr(torch, note.dtype), end
