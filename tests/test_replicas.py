@@ -352,7 +352,7 @@ def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.
     """SGLang turns both off where they are not set, and respects what is."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    got = sglang_environment(cpu=False)
+    got = sglang_environment(rollout_config({"engine": "sglang"}), cpu=False)
     assert (got["NCCL_CUMEM_ENABLE"], got["NCCL_NVLS_ENABLE"]) == ("0", "2")
 
 

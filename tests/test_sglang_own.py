@@ -121,3 +121,10 @@ def test_no_kernel_is_chosen_elsewhere(launched: Any) -> None:
     replay = {"actor__routing_replay": "engine"}
     others = [launched((9, 0), **replay), launched((10, 0)), launched((10, 0), ["--moe-a2a-backend=deepep"], **replay)]
     assert not any("--moe-runner-backend" in server.command for server in others)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_colocated_server_starts_again_beside_unequal_stages(launched: Any, colocated: bool) -> None:
+    """Elsewhere what occupies some of its GPUs is none of the job's."""
+    server = launched((9, 0), ["--tp", "2"], rollout__servers__colocate=str(colocated).lower())
+    assert _asked("beside", **server.variables) == colocated

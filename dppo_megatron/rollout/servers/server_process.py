@@ -34,7 +34,6 @@ from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.device_map import servers_devices
 from dppo_megatron.rollout.servers.http import hidden, listens
 from dppo_megatron.rollout.servers.sglang import (
-    draft_ladder,
     recording_arguments,
     sglang_command,
     sglang_environment,
@@ -239,8 +238,8 @@ def make_servers(
             f"rollout.speculation.method = {rollout.speculation.method}: on a CPU {_DRAFTS_ON_CPU[rollout.engine]};"
             " draft on GPUs"
         )
-    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
-    variables |= quantized_variables(rollout) | ({} if vllm else draft_ladder(rollout))
+    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(rollout, cpu=cpu)
+    variables |= quantized_variables(rollout)
     ranks = launched_here() if has_actor and not rollout.servers.colocate else 0
     devices = servers_devices(rollout.servers.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", ""), ranks)
     servers = []

@@ -67,6 +67,7 @@ _TO_POLICY = {"selector": "target"}
 """Sent with every call of an update: by default (`all`) SGLang also loads the tensors into a drafter's model, which has
 other shapes under the same names. /update_weights_from_disk has no such field (0.5.23)."""
 
+_MEMORY_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang 0.5.23's defaults for these variables (srt/entrypoints/engine.py), assumed for a server that was started
 without our script, which reports them."""
@@ -314,10 +315,12 @@ def draft_ladder(config: RolloutConfig) -> dict[str, str]:
     return {_DRAFT_LENGTHS: json.dumps({str(first): {"candidate_steps": [tokens]} for first, _, tokens in lengths})}
 
 
-def sglang_environment(cpu: bool) -> dict[str, str]:
+def sglang_environment(config: RolloutConfig, *, cpu: bool) -> dict[str, str]:
     """Environment variables of a launched server. NCCL's are the trainer's: SGLang turns both off if they are not set
     (0.5.23, entrypoints/engine.py), and in one communicator they must be the same at both ends."""
     # --context-length with its spare positions may exceed the model's; no token ever takes those positions
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    # where the actor's stages hold unequal shares, a server that is started again would refuse its GPUs as occupied
+    variables |= {_MEMORY_CHECK: os.environ.get(_MEMORY_CHECK, "0")} if config.servers.colocate else {}
     nccl = {name: os.environ.get(name, default) for name, default in dppo_wire.NCCL_DEFAULTS.items()}
-    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)
+    return variables | draft_ladder(config) | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

@@ -5,6 +5,7 @@ python -m sglang_own experts ARGUMENTS OF THE SERVER       whether the kernel of
 python -m sglang_own scales                                whether a layer takes scales after its first weights
 python -m sglang_own packs                                 compute capabilities on which a layer's first weights are
                                                              replaced by others, without a loader and without scales
+python -m sglang_own beside                                  whether it starts on GPUs that others use unequally
 python -m sglang_own bucket < OFFER                          what a model is given to load: {name: [type, values]}
 """
 
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from sglang.srt.distributed import bootstrap
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.deep_gemm_wrapper import configurer
 from sglang.srt.layers.moe.topk import TopK, TopKConfig, TopKOutputFormat
@@ -121,11 +123,21 @@ def given_of_a_bucket() -> dict[str, Any]:
     return {name: [str(tensor.dtype), tensor.float().tolist()] for name, tensor in model.named.items()}
 
 
+def starts_beside_others() -> bool:
+    """A worker with 70 GB free, while another of its tensor-parallel group has 60."""
+    try:
+        bootstrap._check_tp_memory_balance(pre_model_load_memory=60.0, local_gpu_memory=70.0)
+    except RuntimeError:
+        return False
+    return True
+
+
 ask = {
     "experts": partial(routes_unseen, sys.argv[2:]),
     "scales": takes_scales,
     "packs": packing_chips,
     "bucket": given_of_a_bucket,
+    "beside": starts_beside_others,
 }[sys.argv[1]]
 with override_platform(is_sm100=True, is_blackwell=True, is_sm90=False, is_sm120=False):
     print(json.dumps(ask()))
