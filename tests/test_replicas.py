@@ -40,11 +40,12 @@ from dppo_megatron.rollout.servers.dialects import SGLangDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
 from dppo_megatron.rollout.servers.http import Http
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
+from dppo_megatron.rollout.servers.protocol import TensorNote
 from dppo_megatron.rollout.servers.server_process import make_servers
 from dppo_megatron.rollout.servers.sglang import SGLangServer, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.sync import colocated
-from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled
+from dppo_megatron.rollout.sync.colocated import SharedBuffer, SharedMemoryChannel, pickled, sglang_offer
 from dppo_megatron.rollout.sync.receipts import ask_for_canary
 from dppo_megatron.rollout.sync.weight_sync import ServerSide
 from dppo_megatron.types import RunAborted, UserError
@@ -351,7 +352,7 @@ def test_launched_servers_of_sglang_get_the_trainers_values(monkeypatch: pytest.
     """SGLang turns both off where they are not set, and respects what is."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    got = sglang_environment(cpu=False)
+    got = sglang_environment(rollout_config({"engine": "sglang"}), cpu=False)
     assert (got["NCCL_CUMEM_ENABLE"], got["NCCL_NVLS_ENABLE"]) == ("0", "2")
 
 
@@ -370,6 +371,24 @@ def test_sglang_is_told_which_gpu_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
     [(_, arguments), (_, on_cpu)] = pickle.loads(sent)
     assert arguments == (*like_torchs[:6], uuids[3], *like_torchs[7:])
     assert on_cpu.tolist() == [0, 1, 2], "as torch has it"
+
+
+def test_a_bucket_for_sglang_has_one_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch nests each handle of a buffer in the one before, and takes them apart recursively: 176 bytes of
+    stack each in a program of the same functions, which 100,000 ended (8 MiB)."""
+    made = []
+    like_torchs = (torch.Tensor, (2,), (1,), 0, torch.TypedStorage, torch.uint8, 0, b"handle", 8, 0, False)
+
+    def handle(tensor: torch.Tensor) -> Any:
+        made.append(tensor.nbytes)
+        return reductions.rebuild_cuda_tensor, like_torchs
+
+    monkeypatch.setattr(colocated, "reduce_tensor", handle)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="9a2c53cd"))
+    buffer = SharedBuffer(4096, torch.device("cpu"))
+    buffer.memory = buffer.memory.as_subclass(type("OnGpu", (torch.Tensor,), {"is_cuda": True}))
+    sglang_offer(buffer, [TensorNote(f"layer{number}", "bfloat16", (2,)) for number in range(300)])
+    assert made == [1200]
 
 
 def test_buffers_are_freed_when_servers_have_unmapped_them(monkeypatch: pytest.MonkeyPatch) -> None:

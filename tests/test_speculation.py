@@ -182,6 +182,7 @@ def test_sglangs_drafter_is_given_no_tensor_of_the_policy(algorithm: str | None,
         ({"speculation.method": "eagle3"}, r"draft_path is empty, but .*eagle3; eagle3 needs"),
         ({"speculation.draft_path": "/models/drafter"}, r"draft_path is set, but .*ngram; eagle3 needs"),
         ({"engine": "sglang", "speculation.method": "suffix"}, "SGLang has ngram and eagle3"),
+        ({"engine": "sglang", "servers.args": ATTENTION}, r"no n-grams with .* \(--attn-dp-size 2\); use eagle3"),
         ({"engine": "sglang", "sampling.top_p": 0.9}, "leave both at their defaults"),
         ({"engine": "sglang", "sampling.top_k": 20}, "leave both at their defaults"),
         ({"servers.args": ["--speculative_config", "{}"]}, "has --speculative-config, which rollout.spec"),
@@ -229,6 +230,10 @@ def test_paths_devices_and_routed_experts_are_checked(files: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"routing_replay = engine with rollout\.sync\.in_flight = continue: SGLang"):
         job_config(files, tmp_path, **local | goes_on)
     job_config(files, tmp_path, **local | goes_on | {"rollout__engine": "vllm"})
+    stages = {"rollout__servers__args": "['--pp-size', '2']", "actor__routing_replay": "engine"}
+    with pytest.raises(UserError, match=r"SGLang returns the experts of the first one's layers only"):
+        job_config(files, tmp_path, **local | stages)
+    job_config(files, tmp_path, **local | stages | {"rollout__engine": "vllm"})
     for engine, why in {"sglang": "SGLang takes the likeliest token", "vllm": "uniform, 0 or NaN"}.items():
         if not torch.cuda.is_available():
             with pytest.raises(UserError, match=f"on a CPU .*{why}"):

@@ -19,6 +19,7 @@ from dppo_megatron.config.reward import check_reward
 from dppo_megatron.config.rollout import check_rollout
 from dppo_megatron.config.schema import INTERLEAVED_GROUP, ActorConfig, Config, LoraConfig, OptimizerConfig
 from dppo_megatron.config.selection import selection_settings
+from dppo_megatron.config.server_args import read_split
 from dppo_megatron.types import UserError
 
 Purpose = Literal["train", "plan", "evaluate", "grade"]
@@ -143,6 +144,11 @@ def _check_actor(config: Config) -> None:
         raise UserError(
             "actor.routing_replay = engine with rollout.sync.in_flight = continue: SGLang prefills requests again that"
             " continue after a sync, so their experts are those of other weights; use actor.routing_replay = actor"
+        )
+    if actor.routing_replay == "engine" and rollout.engine == "sglang" and read_split(rollout.servers.args).stages > 1:
+        raise UserError(
+            "actor.routing_replay = engine: with pipeline stages (--pp-size) SGLang returns the experts of the first"
+            " one's layers only; use tensor parallelism, or actor.routing_replay = actor"
         )
     if actor.layout.virtual_pipeline > 1 and actor.layout.pipeline_parallel == 1:
         raise UserError(

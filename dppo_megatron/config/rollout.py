@@ -299,6 +299,10 @@ def _check_speculation(config: RolloutConfig) -> None:
             " top_k; leave both at their defaults"
         )
     sglang_eagle, attention = config.engine == "sglang" and method == "eagle3", read_split(servers.args).attention
+    if config.engine == "sglang" and method == "ngram" and attention > 1:
+        raise UserError(
+            f"{setting}: SGLang has no n-grams with attention data parallelism (--attn-dp-size {attention}); use eagle3"
+        )
     if sglang_eagle and attention > 1 and len(draft_lengths(config)) > 1:
         raise UserError(
             f"{setting}: with attention data parallelism (--attn-dp-size {attention}) SGLang drafts the same number at"

@@ -26,6 +26,7 @@ from dppo_megatron.weights.mapping import hf_shapes
 BLOCK = 128
 SCALE = "_scale_inv"
 _ROUNDS_AGAIN = "VLLM_USE_DEEP_GEMM_E8M0"
+_REPACKS = "SGLANG_ENABLE_JIT_DEEPGEMM"
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 _NOT_SPLIT = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 _LARGEST = 448.0  # the largest finite float8_e4m3fn
@@ -159,9 +160,21 @@ def quantized_arguments(engine: str, architecture: Architecture) -> list[str]:
 
 
 def quantized_variables(rollout: RolloutConfig) -> dict[str, str]:
-    """Additional environment variables of a vLLM server on this machine. For DeepGEMM's kernels, its first choice, vLLM
-    quantizes weights again, with powers of two as scales (0.32, utils/deep_gemm.py), which only Blackwell needs. This
-    turns it off on Hopper; SGLang (0.5.23) does it on Blackwell only."""
-    if rollout.quantization != "fp8" or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    """Additional environment variables of a server on this machine, against what engines do to weights for DeepGEMM.
+
+    On Hopper vLLM quantizes weights again, with powers of two as scales (0.32, utils/deep_gemm.py), which only
+    Blackwell needs. On Blackwell SGLang packs the scales of its first weights, and then has no place for those of a
+    sync (0.5.23, fp8_utils.py); without DeepGEMM it uses FlashInfer's kernels, which take scales as they are. Raises
+    UserError for a chip on which it can take no sync at all.
+    """
+    if rollout.quantization == "off" or not torch.cuda.is_available():
         return {}
-    return {_ROUNDS_AGAIN: os.environ.get(_ROUNDS_AGAIN, "0")}
+    chip, is_vllm = torch.cuda.get_device_capability(), rollout.engine == "vllm"
+    if not is_vllm and chip < (8, 9):
+        raise UserError(
+            f"rollout.quantization = {rollout.quantization}: on a chip older than Ada SGLang packs its first weights"
+            " for its Marlin kernel (0.5.23), and cannot load those of a sync; leave it off"
+        )
+    if is_vllm and rollout.quantization == "fp8" and chip == (9, 0):
+        return {_ROUNDS_AGAIN: os.environ.get(_ROUNDS_AGAIN, "0")}
+    return {_REPACKS: os.environ.get(_REPACKS, "0")} if not is_vllm and chip >= (10, 0) else {}

@@ -33,7 +33,11 @@ from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments, 
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.device_map import servers_devices
 from dppo_megatron.rollout.servers.http import hidden, listens
-from dppo_megatron.rollout.servers.sglang import draft_ladder, sglang_command, sglang_environment
+from dppo_megatron.rollout.servers.sglang import (
+    recording_arguments,
+    sglang_command,
+    sglang_environment,
+)
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError
@@ -231,14 +235,14 @@ def make_servers(
                 "actor.routing_replay = engine: vLLM records routed experts on GPUs only (it needs Triton); replay the"
                 " actor's own with actor.routing_replay = actor"
             )
-        command += [ROUTED_EXPERTS]
+        command += [ROUTED_EXPERTS, *([] if vllm or cpu else recording_arguments(rollout.servers.args))]
     if rollout.speculation.method != "none" and cpu:
         raise UserError(
             f"rollout.speculation.method = {rollout.speculation.method}: on a CPU {_DRAFTS_ON_CPU[rollout.engine]};"
             " draft on GPUs"
         )
-    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(cpu)
-    variables |= quantized_variables(rollout) if vllm else draft_ladder(rollout)
+    variables = vllm_environment(cpu, rollout.servers.count) if vllm else sglang_environment(rollout, cpu=cpu)
+    variables |= quantized_variables(rollout)
     ranks = launched_here() if has_actor and not rollout.servers.colocate else 0
     devices = servers_devices(rollout.servers.gpus, os.environ.get("CUDA_VISIBLE_DEVICES", ""), ranks)
     servers = []

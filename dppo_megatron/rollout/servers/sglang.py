@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Annotated, ClassVar, TypeAlias
 
 import msgspec
+import torch
 
 from dppo_megatron.config.rollout import RolloutConfig, draft_lengths
-from dppo_megatron.config.server_args import read_split
+from dppo_megatron.config.server_args import named_option, read_split
 from dppo_megatron.rollout.servers.dialects import SGLANG_ARRAYS_PATH, SGLANG_NCCL_PATH, SGLangDialect
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays, dppo_wire
@@ -66,6 +67,7 @@ _TO_POLICY = {"selector": "target"}
 """Sent with every call of an update: by default (`all`) SGLang also loads the tensors into a drafter's model, which has
 other shapes under the same names. /update_weights_from_disk has no such field (0.5.23)."""
 
+_MEMORY_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
 _OWN_NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang 0.5.23's defaults for these variables (srt/entrypoints/engine.py), assumed for a server that was started
 without our script, which reports them."""
@@ -224,7 +226,7 @@ class SGLangServer:
         self.http.do("/update_weights_from_distributed", body, timeout_s=timeout_s)
 
     def receive_shared(self, offers: Sequence[Offer], tensors: Sequence[TensorNote], *, timeout_s: float) -> None:
-        body = {"serialized_named_tensors": list(offers), **_TO_POLICY, **_FLUSH}
+        body = {"serialized_named_tensors": list(offers), "load_format": "flattened_bucket", **_TO_POLICY, **_FLUSH}
         self.http.do("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     def end_update(self, version: str, *, timeout_s: float) -> None:
@@ -297,6 +299,13 @@ def _drafting(config: RolloutConfig) -> list[str]:
     ]
 
 
+def recording_arguments(given: Sequence[str]) -> list[str]:
+    """Arguments with which a server on this machine's GPUs records routed experts. On Blackwell SGLang's own choice for
+    a mixture routes inside its kernel, past the recorder (0.5.23, layers/moe/topk.py: `_can_bypass_trtllm_routing`)."""
+    is_chosen = named_option(given, ("--moe-runner-backend", "--moe-a2a-backend"))
+    return ["--moe-runner-backend", "triton"] if torch.cuda.get_device_capability()[0] == 10 and not is_chosen else []
+
+
 def draft_ladder(config: RolloutConfig) -> dict[str, str]:
     """The environment variable from which our server script makes the file for --speculative-adaptive-config: smallest
     number of sequences -> draft length. Empty without a drafter, or with one length for all."""
@@ -306,10 +315,12 @@ def draft_ladder(config: RolloutConfig) -> dict[str, str]:
     return {_DRAFT_LENGTHS: json.dumps({str(first): {"candidate_steps": [tokens]} for first, _, tokens in lengths})}
 
 
-def sglang_environment(cpu: bool) -> dict[str, str]:
+def sglang_environment(config: RolloutConfig, *, cpu: bool) -> dict[str, str]:
     """Environment variables of a launched server. NCCL's are the trainer's: SGLang turns both off if they are not set
     (0.5.23, entrypoints/engine.py), and in one communicator they must be the same at both ends."""
     # --context-length with its spare positions may exceed the model's; no token ever takes those positions
     variables = {"HF_HUB_OFFLINE": "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    # where the actor's stages hold unequal shares, a server that is started again would refuse its GPUs as occupied
+    variables |= {_MEMORY_CHECK: os.environ.get(_MEMORY_CHECK, "0")} if config.servers.colocate else {}
     nccl = {name: os.environ.get(name, default) for name, default in dppo_wire.NCCL_DEFAULTS.items()}
-    return variables | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)
+    return variables | draft_ladder(config) | ({"SGLANG_USE_CPU_ENGINE": "1"} if cpu else nccl)

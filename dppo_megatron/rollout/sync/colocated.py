@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -166,13 +167,6 @@ class SharedBuffer:
         else:  # numpy, as it copies in one thread: torch's threads would compete with an engine's that spin while idle
             np.copyto(target.numpy(), flat.numpy())
 
-    def views(self, dtype: str, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Tensors of these shapes, end to end from the buffer's front."""
-        kind = getattr(torch, dtype)
-        sizes = [math.prod(shape) * kind.itemsize for shape in shapes]
-        parts = torch.split(self.memory[: sum(sizes)], sizes)
-        return [part.view(kind).view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
-
     def handle(self) -> dict[str, Any]:
         """What another process needs to map it, as JSON: path and size, or CUDA's IPC handle in base64."""
         if not self.memory.is_cuda:
@@ -207,8 +201,8 @@ class _ByUuid(ForkingPickler):
         return build, (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
-def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
-    """(name, tensor) pairs in the form that SGLang accepts from a process on its machine: a pickle of handles, base64.
+def pickled(payload: object) -> str:
+    """In the form that SGLang accepts from a process on its machine: a pickle, with handles for tensors, in base64.
 
     We only write this pickle, for a server that we have started; none is ever loaded here.
     """
@@ -217,7 +211,7 @@ def pickled(tensors: Sequence[tuple[str, Tensor]]) -> str:
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     try:
         stream = io.BytesIO()
-        _ByUuid(stream).dump(list(tensors))
+        _ByUuid(stream).dump(payload)
     finally:
         torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
     return base64.b64encode(stream.getvalue()).decode()
@@ -229,8 +223,16 @@ def vllm_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
 
 
 def sglang_offer(buffer: SharedBuffer, tensors: Sequence[TensorNote]) -> Offer:
-    views = buffer.views(tensors[0].dtype, [note.shape for note in tensors])
-    return pickled([(note.name, view) for note, view in zip(tensors, views, strict=True)])
+    """SGLang's `flattened_bucket` (0.5.23, weight_sync/tensor_bucket.py), with a type that its unpickler accepts. Not a
+    handle for each tensor: on a GPU a buffer's handles nest in one another (torch's CudaIPCTypes.cpp), and freeing it
+    takes them apart recursively, which for a large mixture's tens of thousands could overflow the stack."""
+    metadata, end = [], 0
+    for note in tensors:
+        kind, start = getattr(torch, note.dtype), end
+        end += math.prod(note.shape) * kind.itemsize
+        place = {"start_idx": start, "end_idx": end, "numel": end - start}
+        metadata.append(SimpleNamespace(name=note.name, shape=torch.Size(note.shape), dtype=kind, **place))
+    return pickled({"flattened_tensor": buffer.memory[:end], "metadata": metadata})
 
 
 MakeOffer: TypeAlias = Callable[[SharedBuffer, Sequence[TensorNote]], Offer]
