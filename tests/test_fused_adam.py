@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.fused_adam import FusedAdam, installed
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
+from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 
 
 def _step(model_path: Path, distributed: bool, fused: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
@@ -84,3 +88,53 @@ def test_updates_are_torchs_adamw_on_transformers(tmp_path: Path, distributed: b
     assert sum(name.endswith("bias") for name in named) == 6
     for name, one in named.items():
         assert (weights[name] - one).norm() < 1e-3 * (one - before[name]).norm(), name
+
+
+def _moved(model: Path, root: Path, parallel: Parallel, to_fused: bool) -> list[dict[str, torch.Tensor]]:
+    """On a rank: the weights of a run that goes on after a save, and of one that loads it with the other Adam, as on
+    another machine; then of two runs of that Adam alone, which a save with it separates."""
+    store = CheckpointStore(root, run="mine", assets=model, keep=0, async_save=False)
+
+    def run(step: int, actor: Actor | None = None) -> Actor:
+        """Two updates; with `actor` None after a load of the last save. Then a save of `step`, if that is not 0."""
+        if actor is None:
+            actor = build_actor(model, parallel)
+            load_checkpoint(root / "step_000001", actor)
+        for _ in range(2):
+            actor.update(SAMPLES, plan_for(SAMPLES, parallel), supervised())
+        if step:
+            store.save(actor, {}, describe(step, {}, run="mine"))
+        return actor
+
+    def weights(actor: Actor) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in actor.weights()}
+
+    with nullcontext() if to_fused else installed():
+        first = run(1, build_actor(model, parallel))
+        stayed = weights(run(0, first))
+    with installed() if to_fused else nullcontext():
+        second = run(2)
+        kinds = {type(part.optimizer) for part in second._optimizer.chained_optimizers}
+        assert (kinds == {FusedAdam}) == to_fused
+        moved = weights(second)
+    return [stayed, moved]
+
+
+@pytest.mark.parametrize("to_fused", [True, False], ids=["to-fused", "to-torch"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(distributed_optimizer=True),
+        Parallel(),
+        Parallel(distributed_optimizer=True, dtype=torch.bfloat16),
+        Parallel(dtype=torch.bfloat16),
+    ],
+    ids=lambda p: f"{p}-{p.dtype}",
+)
+def test_a_run_goes_on_with_another_adam(tmp_path: Path, parallel: Parallel, to_fused: bool) -> None:
+    """Where Transformer Engine is installed, or no longer: step count, moments and settings are those of the save."""
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    [(stayed, moved)] = run_ranks(_moved, 1, model, tmp_path / "checkpoints", parallel, to_fused)
+    bound = 1e-2 if parallel.dtype == torch.bfloat16 else 1e-5
+    for name, tensor in stayed.items():
+        assert (moved[name] - tensor).norm() < bound * tensor.norm(), name

@@ -162,6 +162,31 @@ def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: di
     return part | {"optimizer": inner | filled} if "optimizer" in part else filled
 
 
+def for_this_adam(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """`loaded`, changed in place to what the Adam of this machine reads. Megatron uses Transformer Engine's or Apex's
+    FusedAdam where there is one, and reads only what the same class has saved.
+
+    FusedAdam takes the step from each group, as an int, and has a setting that torch's Adam lacks. torch's takes the
+    step from each parameter; Megatron saves that as `common_step`, or with the distributed optimizer in each group.
+    """
+    owners = getattr(optimizer, "chained_optimizers", [optimizer])
+    for owner, part in zip(owners, [loaded] if len(owners) == 1 else map(loaded.get, sorted(loaded)), strict=True):
+        inner, held = owner.optimizer, part.get("optimizer", part)
+        if hasattr(inner, "sub_optimizers"):  # `cpu_offload`: torch's Adam on every machine
+            continue
+        state, groups, settings = held.get("state"), held["param_groups"], dict(inner.defaults)
+        step = max(int(group.pop("step", None) or 0) for group in groups)
+        if state is not None:
+            step = int(state.pop("common_step", step))
+        if state is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            state["common_step"] = torch.tensor(float(step))
+        else:
+            settings["step"] = step
+        for group in groups:
+            group |= {name: value for name, value in settings.items() if name not in group}
+    return loaded
+
+
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
