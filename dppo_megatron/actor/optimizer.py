@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +140,8 @@ def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any,
         common = held[0] | {"optimizer": settings[0] | {"param_groups": groups}}
         parts = [common | {"param_state": part["param_state"]} for part in tensors]
     else:
-        parts = [_with_settings(part, groups, settings[0]["state"]) for part in tensors]
+        # FusedAdam's part without tensors has no "state": its step count is in the groups
+        parts = [_with_settings(part, groups, settings[0].get("state", {})) for part in tensors]
     return parts[0] if count == 1 else dict(enumerate(parts))
 
 
@@ -160,6 +162,21 @@ def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: di
         "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
     }
     return part | {"optimizer": inner | filled} if "optimizer" in part else filled
+
+
+@contextmanager
+def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """In the block, an Adam that has made no step has the moments that a load asks a checkpoint for. The distributed
+    optimizer needs none (`_whole`)."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    fresh = [part for part in parts if not isinstance(part, DistributedOptimizer) and not part.optimizer.state]
+    for part in fresh:
+        part.init_state_fn(part.optimizer, part.config)
+    try:
+        yield
+    finally:
+        for part in fresh:  # one with moments, but without a step count, could not begin
+            part.optimizer.state.clear()
 
 
 def for_this_adam(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
