@@ -28,14 +28,7 @@ from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
-from dppo_megatron.actor.optimizer import (
-    GROUP_SETTINGS,
-    build_optimizer,
-    build_schedule,
-    for_this_adam,
-    regrouped,
-    with_moments,
-)
+from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, fitted, with_moments
 from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule import run_schedule
 from dppo_megatron.actor.softmax import Projection
@@ -314,8 +307,7 @@ class Actor:
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
         settings = [{key: group[key] for key in GROUP_SETTINGS} for group in self._optimizer.param_groups]
-        loaded = regrouped(state["optimizer"], self._optimizer)
-        self._optimizer.load_state_dict(for_this_adam(loaded, self._optimizer))
+        self._optimizer.load_state_dict(fitted(state["optimizer"], self._optimizer))
         for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(configured)
         before = self._learning_rate()

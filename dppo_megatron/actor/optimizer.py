@@ -118,7 +118,7 @@ def repair(optimizer: MegatronOptimizer) -> None:
                 adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
 
 
-def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """The optimizer's part of a checkpoint, divided into as many parts as `optimizer` has optimizers.
 
     Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
@@ -179,18 +179,20 @@ def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
             part.optimizer.state.clear()
 
 
-def for_this_adam(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """`loaded`, changed in place to what the Adam of this machine reads. Megatron uses Transformer Engine's or Apex's
-    FusedAdam where there is one, and reads only what the same class has saved.
+def fitted(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """The optimizer's part of a checkpoint, changed in place to what `optimizer` reads: see `_regrouped`; and the Adam
+    of this machine may be another. Megatron uses FusedAdam where Transformer Engine or Apex is installed.
 
     FusedAdam takes the step from each group, as an int, and has a setting that torch's Adam lacks. torch's takes the
     step from each parameter; Megatron saves that as `common_step`, or with the distributed optimizer in each group.
     """
+    loaded = _regrouped(loaded, optimizer)
     owners = getattr(optimizer, "chained_optimizers", [optimizer])
-    for owner, part in zip(owners, [loaded] if len(owners) == 1 else map(loaded.get, sorted(loaded)), strict=True):
-        inner, held = owner.optimizer, part.get("optimizer", part)
+    parts = [loaded] if len(owners) == 1 else [loaded[number] for number in sorted(loaded)]
+    for inner, part in zip((owner.optimizer for owner in owners), parts, strict=True):
         if hasattr(inner, "sub_optimizers"):  # `cpu_offload`: torch's Adam on every machine
             continue
+        held = part.get("optimizer", part)
         state, groups, settings = held.get("state"), held["param_groups"], dict(inner.defaults)
         step = max(int(group.pop("step", None) or 0) for group in groups)
         if state is not None:
