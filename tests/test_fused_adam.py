@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.fused_adam import FusedAdam, installed
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
+from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import clipped_surrogate, supervised
+from dppo_megatron.checkpoint.store import CheckpointStore, describe, load_checkpoint
 
 
 def _step(model_path: Path, distributed: bool, fused: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
@@ -84,3 +88,61 @@ def test_updates_are_torchs_adamw_on_transformers(tmp_path: Path, distributed: b
     assert sum(name.endswith("bias") for name in named) == 6
     for name, one in named.items():
         assert (weights[name] - one).norm() < 1e-3 * (one - before[name]).norm(), name
+
+
+def _updated(actor: Actor, parallel: Parallel, count: int) -> dict[str, torch.Tensor]:
+    for _ in range(count):
+        actor.update(SAMPLES, plan_for(SAMPLES, parallel), supervised())
+    return {name: tensor.clone() for name, tensor in actor.weights()}
+
+
+def _saved(model: Path, root: Path, parallel: Parallel, is_fused: bool, updates: int) -> dict[str, torch.Tensor]:
+    """On ranks: the weights of a run that goes on for two updates after it has been saved after `updates`."""
+    with installed() if is_fused else nullcontext():
+        actor = build_actor(model, parallel)
+        _updated(actor, parallel, updates)
+        store = CheckpointStore(root, run="mine", assets=model, keep=0, async_save=False)
+        store.save(actor, {}, describe(1, {}, run="mine"))
+        return _updated(actor, parallel, 2)
+
+
+def _loaded(model: Path, root: Path, parallel: Parallel, is_fused: bool) -> dict[str, torch.Tensor]:
+    """On ranks: the same of a run that loads it."""
+    with installed() if is_fused else nullcontext():
+        actor = build_actor(model, parallel)
+        load_checkpoint(root / "step_000001", actor)
+        kinds = {type(part.optimizer) for part in actor._optimizer.chained_optimizers}
+        assert (kinds == {FusedAdam}) == is_fused
+        return _updated(actor, parallel, 2)
+
+
+_SHARDED, _WHOLE = Parallel(distributed_optimizer=True), Parallel()
+_HALF = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("to_fused", [True, False], ids=["to-fused", "to-torch"])
+@pytest.mark.parametrize(
+    ("parallel", "updates"),
+    [(_SHARDED, 2), (_WHOLE, 2), (replace(_SHARDED, **_HALF), 2), (replace(_WHOLE, **_HALF), 2), (_SHARDED, 0)],
+    ids=str,
+)
+def test_a_run_goes_on_with_another_adam(tmp_path: Path, parallel: Parallel, updates: int, to_fused: bool) -> None:
+    """Where Transformer Engine is installed, or no longer: step count, moments and settings are those of the save."""
+    model, root = write_model(tmp_path / "model", num_hidden_layers=2), tmp_path / "checkpoints"
+    [stayed] = run_ranks(_saved, 1, model, root, parallel, not to_fused, updates)
+    [moved] = run_ranks(_loaded, 1, model, root, parallel, to_fused)
+    bound = 1e-2 if parallel.dtype == torch.bfloat16 else 1e-5
+    for name, tensor in stayed.items():
+        assert (moved[name] - tensor).norm() < bound * tensor.norm(), name
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("updates", [2, 0])
+def test_experts_move_without_the_distributed_optimizer(tmp_path: Path, updates: int, is_fused: bool) -> None:
+    """From two ranks that share them to two that have all, with an optimizer less; also of a run that was stopped
+    before its first update, which has no moments yet."""
+    model, root = write_model(tmp_path / "model", family="qwen3_moe"), tmp_path / "checkpoints"
+    stayed, _ = run_ranks(_saved, 2, model, root, Parallel(dp=2, ep=2), is_fused, updates)
+    moved, _ = run_ranks(_loaded, 2, model, root, Parallel(dp=2), is_fused)
+    for name, tensor in stayed.items():
+        assert (moved[name] - tensor).norm() < 1e-5 * tensor.norm(), name

@@ -129,6 +129,31 @@ def test_a_canary_leaves_nothing_beside_the_servers(tmp_path: Path) -> None:
     assert copies and not away, "with the device to itself they stay for the next pass"
 
 
+def _gradients_left(model: Path, parallel: Parallel) -> list[int]:
+    """On a rank, after an update and after an offload: bytes of the main parameters' gradients, which are no views of
+    the buffers where these are in bfloat16."""
+    actor = build_actor(model, parallel, ddp={"grad_reduce_in_fp32": False})
+    samples, found = random_samples(8, 37), []
+    for leaves in (False, True):
+        if leaves:
+            actor.offload()
+        else:
+            actor.update(samples, plan_for(samples, parallel), supervised())
+        groups = [group for part in actor._optimizer.chained_optimizers for group in part.optimizer.param_groups]
+        kept = [main.grad for group in groups for main in group["params"] if main.grad is not None]
+        found.append(sum(grad.untyped_storage().nbytes() for grad in kept))
+    actor.update(samples, plan_for(samples, parallel), supervised())
+    return found
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_gradients_in_fewer_bits_leave_too(tmp_path: Path, distributed: bool) -> None:
+    """Megatron makes a float32 copy of each rank's share, and keeps it until the next pass."""
+    parallel = Parallel(distributed_optimizer=distributed, dtype=torch.bfloat16)
+    [(held, left)] = run_ranks(_gradients_left, 1, write_model(tmp_path / "model"), parallel)
+    assert held > 0 == left
+
+
 ALONE = [Parallel(), Parallel(dtype=torch.bfloat16)]
 SHARED = [
     Parallel(dp=2, distributed_optimizer=True),

@@ -173,6 +173,10 @@ def connect_groups(actor: ActorConfig, architecture: Architecture, timeout_s: fl
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_tensor_and_model_parallel_group(),
         ]
+        if architecture.experts.is_sigmoid:  # Megatron sums each expert's tokens, though no bias changes here
+            groups += [parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
+    if actor.fp8 == "delayed":  # all-reduces the largest values of tensors
+        groups += [parallel_state.get_amax_reduction_group(True, bool(actor.megatron.get("tp_only_amax_red")))]
     if actor.layout.expert_parallel > 1:  # otherwise experts are replicated over the same ranks as all parameters
         groups += [parallel_state.get_expert_data_parallel_group()]
         groups += [] if sharded else [parallel_state.get_expert_tensor_model_pipeline_parallel_group()]

@@ -47,6 +47,8 @@ class Offload:
         if "gradients" not in self._offloaded:
             for buffer in self._buffers():
                 self._release(buffer.grad_data)
+            for main in self._mains(optimizer):
+                main.grad = None  # float32 copies, where `actor.ddp` has gradients reduced in bfloat16
             self._offloaded.add("gradients")
         self._drop_fp8_copies()  # each time: a log-probability pass recreates them while gradients stay freed
         if optimizer is not None and "optimizer" not in self._offloaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,7 +118,7 @@ def repair(optimizer: MegatronOptimizer) -> None:
                 adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
 
 
-def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
     """The optimizer's part of a checkpoint, divided into as many parts as `optimizer` has optimizers.
 
     Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
@@ -139,7 +140,8 @@ def regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any,
         common = held[0] | {"optimizer": settings[0] | {"param_groups": groups}}
         parts = [common | {"param_state": part["param_state"]} for part in tensors]
     else:
-        parts = [_with_settings(part, groups, settings[0]["state"]) for part in tensors]
+        # FusedAdam's part without tensors has no "state": its step count is in the groups
+        parts = [_with_settings(part, groups, settings[0].get("state", {})) for part in tensors]
     return parts[0] if count == 1 else dict(enumerate(parts))
 
 
@@ -160,6 +162,48 @@ def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: di
         "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
     }
     return part | {"optimizer": inner | filled} if "optimizer" in part else filled
+
+
+@contextmanager
+def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """In the block, an Adam that has made no step has the moments that a load asks a checkpoint for. The distributed
+    optimizer needs none (`_whole`)."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    fresh = [part for part in parts if not isinstance(part, DistributedOptimizer) and not part.optimizer.state]
+    for part in fresh:
+        part.init_state_fn(part.optimizer, part.config)
+    try:
+        yield
+    finally:
+        for part in fresh:  # one with moments, but without a step count, could not begin
+            part.optimizer.state.clear()
+
+
+def fitted(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """The optimizer's part of a checkpoint, changed in place to what `optimizer` reads: see `_regrouped`; and the Adam
+    of this machine may be another. Megatron uses FusedAdam where Transformer Engine or Apex is installed.
+
+    FusedAdam takes the step from each group, as an int, and has a setting that torch's Adam lacks. torch's takes the
+    step from each parameter; Megatron saves that as `common_step`, or with the distributed optimizer in each group.
+    """
+    loaded = _regrouped(loaded, optimizer)
+    owners = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = [loaded] if len(owners) == 1 else [loaded[number] for number in sorted(loaded)]
+    for inner, part in zip((owner.optimizer for owner in owners), parts, strict=True):
+        if hasattr(inner, "sub_optimizers"):  # `cpu_offload`: torch's Adam on every machine
+            continue
+        held = part.get("optimizer", part)
+        state, groups, settings = held.get("state"), held["param_groups"], dict(inner.defaults)
+        step = max(int(group.pop("step", None) or 0) for group in groups)
+        if state is not None:
+            step = int(state.pop("common_step", step))
+        if state is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            state["common_step"] = torch.tensor(float(step))
+        else:
+            settings["step"] = step
+        for group in groups:
+            group |= {name: value for name, value in settings.items() if name not in group}
+    return loaded
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -28,6 +28,7 @@ from test_actor_layouts import LAYOUTS, MOE_LAYOUTS
 from dppo_megatron.actor import layout as actor_layout
 from dppo_megatron.actor.actor import Actor
 from dppo_megatron.algorithms.objectives import clipped_surrogate
+from dppo_megatron.config.schema import ActorConfig
 from dppo_megatron.platform import prepare
 from dppo_megatron.rollout.servers.device_map import DeviceMap
 from dppo_megatron.rollout.servers.fleet import Fleet
@@ -37,6 +38,7 @@ from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
 from dppo_megatron.rollout.sync.colocated import SharedMemoryChannel
 from dppo_megatron.rollout.sync.weight_sync import WeightSync
+from dppo_megatron.weights.architecture import read_architecture
 from rehearsal.nccl_rule import Communicator, start_as_the_job_does, under_rule
 
 pytestmark = pytest.mark.slow
@@ -164,7 +166,7 @@ def _sync_all(actor: Actor, syncs: list[tuple[WeightSync, Fleet | None, bool]]) 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model, one that ties its embeddings, and a mixture of experts."""
+    """A dense model, one that ties its embeddings, and mixtures of experts, of which one has correction biases."""
     prepare()
     import dppo_megatron.checkpoint.store  # noqa: F401 (here once, not in each rank)
 
@@ -173,12 +175,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": write_model(root / "dense", vocab_size=VOCAB),
         "tied": write_model(root / "tied", vocab_size=VOCAB, tie_word_embeddings=True),
         "experts": write_model(root / "experts", family="qwen3_moe", vocab_size=VOCAB),
+        "biases": write_model(root / "biases", family="glm4_moe", vocab_size=VOCAB),
     }
 
 
 CASES = [
     *((parallel, ("dense", "tied")[number % 2]) for number, parallel in enumerate(LAYOUTS)),
     *((parallel, "experts") for parallel in MOE_LAYOUTS),
+    (Parallel(tp=2, ep=2, etp=1, distributed_optimizer=True), "biases"),
 ]
 
 
@@ -230,6 +234,28 @@ def test_any_layout_is_connected_at_start(
     ways = [("disk", False), ("ipc", True)]
     results = run_ranks(under_rule, parallel.world_size, _life, models[family], parallel, tmp_path, ways)
     _check([one for _, made in results for one in made], parallel)
+
+
+def _connects_amax(model: Path, parallel: Parallel, settings: dict[str, bool]) -> bool:
+    """On ranks: whether the group in which `fp8_utils.get_fp8_context` has Transformer Engine reduce is connected."""
+    from megatron.core import parallel_state
+
+    connected: list[Any] = []
+    actor_layout.connect = lambda groups, *_: connected.extend(groups)
+    actor_layout.build_layout(parallel.layout, 0)
+    actor = ActorConfig(layout=parallel.layout, fp8="delayed", megatron=settings)
+    actor_layout.connect_groups(actor, read_architecture(model))
+    reduces_in = parallel_state.get_amax_reduction_group(
+        with_context_parallel=True, tp_only_amax_red=settings.get("tp_only_amax_red", False)
+    )
+    return reduces_in in connected
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp_only_amax_red": True}], ids=str)
+def test_delayed_scaling_is_connected_at_start(models: dict[str, Path], settings: dict[str, bool]) -> None:
+    """It needs Transformer Engine's layers, so no life of it is led here."""
+    parallel = Parallel(tp=2, dp=2)
+    assert run_ranks(_connects_amax, 4, models["dense"], parallel, settings) == [True] * 4
 
 
 def _life_unconnected(model: Path, parallel: Parallel) -> None:
