@@ -120,5 +120,6 @@ def test_a_worker_that_fails_leaves_no_answers_behind(forked_vllm: Path) -> None
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "raised": ["Worker failed with error 'no memory'", ["bucket 2", "bucket 1"]],
         "did": [[failed, WELL], [WELL, WELL]],
+        "ray": failed,
         "posted": [{"replicas": [[failed, WELL], [failed, WELL]]}, 405],
     }

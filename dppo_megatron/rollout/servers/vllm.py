@@ -291,7 +291,7 @@ class VLLMServer:
     def _do(self, method: str, arguments: dict[str, Any], timeout_s: float) -> None:
         """Have every worker of every replica call its `method`. Raises Refused with what the first that failed says,
         and BadAnswer if one does not answer: see `dppo_do`."""
-        kwargs = {"method": method, "arguments": arguments}
+        kwargs = {"call": method, "arguments": arguments}
         if self._arrays:
             answers = self.http.post(VLLM_WORKERS_PATH, AllDid, kwargs, timeout_s=timeout_s).replicas
             did = [worker for replica in answers for worker in replica]
