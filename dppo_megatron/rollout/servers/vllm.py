@@ -280,6 +280,8 @@ class VLLMServer:
         try:
             self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:
+            if self.world_size > self.replicas:  # other workers' answers are left behind (see `dppo_do`): it has to end
+                raise
             # If another program took GPU memory in the meantime, vLLM's worker frees everything, finds less memory free
             # than before, and raises; its executor then believes it awake and would wake nothing. A second call marks
             # it asleep; at level 1 that does not read the freed weights.
