@@ -92,6 +92,19 @@ def test_an_update_that_was_interrupted_is_finished_before_sleep(fake: FakeVLLM)
     assert fake.told == [asleep] and fake.version == "2"
 
 
+def test_a_server_of_several_workers_that_did_not_sleep_is_not_asked_again(fake: FakeVLLM) -> None:
+    """After a worker's exception the others' answers are behind for good, so its job is to end it. An engine of one
+    worker has no others."""
+    server = _described(fake)
+    fake.instead["/sleep"] = {"error": "no memory"}
+    for world_size, expected in ((4, ["/sleep?level=2"]), (1, ["/sleep?level=2", "/sleep?level=1"])):
+        server.world_size = world_size
+        fake.told.clear()
+        with pytest.raises(Refused, match="no memory"):
+            server.sleep({"weights", "kv_cache"}, timeout_s=10)
+        assert fake.told == expected
+
+
 @pytest.mark.slow
 @needs("vllm")
 def test_what_an_interruption_leaves_in_a_worker(forked_vllm: Path) -> None:
@@ -120,5 +133,6 @@ def test_a_worker_that_fails_leaves_no_answers_behind(forked_vllm: Path) -> None
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "raised": ["Worker failed with error 'no memory'", ["bucket 2", "bucket 1"]],
         "did": [[failed, WELL], [WELL, WELL]],
+        "ray": failed,
         "posted": [{"replicas": [[failed, WELL], [failed, WELL]]}, 405],
     }

@@ -33,11 +33,7 @@ from dppo_megatron.rollout.fp8_weights import check_split, quantized_arguments, 
 from dppo_megatron.rollout.servers.connect import ROUTED_EXPERTS, configured_key
 from dppo_megatron.rollout.servers.device_map import servers_devices
 from dppo_megatron.rollout.servers.http import hidden, listens
-from dppo_megatron.rollout.servers.sglang import (
-    recording_arguments,
-    sglang_command,
-    sglang_environment,
-)
+from dppo_megatron.rollout.servers.sglang import recording_arguments, sglang_command, sglang_environment
 from dppo_megatron.rollout.servers.vllm import vllm_command, vllm_environment
 from dppo_megatron.texts import one_line
 from dppo_megatron.types import UserError

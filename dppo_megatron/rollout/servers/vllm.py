@@ -280,6 +280,8 @@ class VLLMServer:
         try:
             self.http.do(f"/sleep?level=2{mode}", timeout_s=timeout_s)
         except Refused:
+            if self.world_size > self.replicas:  # other workers' answers are left behind (see `dppo_do`): it has to end
+                raise
             # If another program took GPU memory in the meantime, vLLM's worker frees everything, finds less memory free
             # than before, and raises; its executor then believes it awake and would wake nothing. A second call marks
             # it asleep; at level 1 that does not read the freed weights.
@@ -291,7 +293,7 @@ class VLLMServer:
     def _do(self, method: str, arguments: dict[str, Any], timeout_s: float) -> None:
         """Have every worker of every replica call its `method`. Raises Refused with what the first that failed says,
         and BadAnswer if one does not answer: see `dppo_do`."""
-        kwargs = {"method": method, "arguments": arguments}
+        kwargs = {"call": method, "arguments": arguments}
         if self._arrays:
             answers = self.http.post(VLLM_WORKERS_PATH, AllDid, kwargs, timeout_s=timeout_s).replicas
             did = [worker for replica in answers for worker in replica]

@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = json.loads(content) if content else {}
-        self.server.told.append(body.get("kwargs", body).get("method") or self.path)
+        self.server.told.append(body.get("kwargs", body).get("call") or self.path)
         self._answer(body)
 
     def _answer(self, body: Any) -> None:
@@ -114,8 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Of all workers; a call that is not the expected one is answered by nobody."""
         if not self.server.did:
             return [{"problem": ""}] * int(known["/get_world_size"]["world_size"])
-        method, answers = self.server.did.pop(0)
-        return answers if call["method"] == method else []
+        expected, answers = self.server.did.pop(0)
+        return answers if call["call"] == expected else []
 
     def _send(self, answer: Any, status: int = 200) -> None:
         content = json.dumps(answer).encode()

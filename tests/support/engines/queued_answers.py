@@ -3,14 +3,16 @@
 python -m queued_answers
 
 Executor and workers are vLLM's own, with lists for their queues. Prints what the executor is told of such a call, and
-of the next one, with an exception and with `dppo_do`; and what our path answers of two such engines, in vLLM's
-development mode and outside it.
+of the next one, with an exception and with `dppo_do`; what vLLM's older executor for Ray is told of the first; and what
+our path answers of two such engines, in vLLM's development mode and outside it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from dppo_vllm_extension import WorkerExtension
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 from vllm import envs
+from vllm.v1.executor import ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 
@@ -79,6 +82,15 @@ def told(method: str, first: dict[str, Any], second: dict[str, Any]) -> list[Any
     return answers
 
 
+def told_by_ray(call: dict[str, Any]) -> Any:
+    """By the method through which it calls a worker's. Without Ray its class is not made, so it is taken from there."""
+    nodes = ast.walk(ast.parse(Path(ray_utils.__file__).read_text()))
+    [method] = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "execute_method"]
+    names = dict(vars(ray_utils))
+    exec(compile(ast.Module([method], []), ray_utils.__file__, "exec"), names)
+    return names["execute_method"](Worker(0), "dppo_do", **call)
+
+
 def posted(call: dict[str, Any], *, developing: bool) -> Any:
     """Our path's answer."""
     engines = [engine(), engine()]
@@ -98,7 +110,8 @@ def posted(call: dict[str, Any], *, developing: bool) -> Any:
 
 
 buckets: list[dict[str, Any]] = [{"bucket": 1}, {"bucket": 2}]
-calls = [{"method": "update_weights", "arguments": bucket} for bucket in buckets]
+calls = [{"call": "update_weights", "arguments": bucket} for bucket in buckets]
 found = {"raised": told("update_weights", *buckets), "did": told("dppo_do", *calls)}
+found["ray"] = told_by_ray(calls[0])
 found["posted"] = [posted(calls[0], developing=developing) for developing in (True, False)]
 print(json.dumps(found))

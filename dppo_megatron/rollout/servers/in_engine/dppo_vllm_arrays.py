@@ -45,7 +45,8 @@ class Arrays:
         if not self._is_added and "app" in scope:
             self._is_added = True
             scope["app"].add_route(PATH, answer, methods=["GET", "POST"])
-            scope["app"].add_route(WORKERS_PATH, workers, methods=["GET", "POST"][: 1 + envs.VLLM_SERVER_DEV_MODE])
+            methods = ["GET", "POST"] if envs.VLLM_SERVER_DEV_MODE else ["GET"]
+            scope["app"].add_route(WORKERS_PATH, workers, methods=methods)
         await self._app(scope, receive, send)
 
 

@@ -133,15 +133,16 @@ class WorkerExtension:
             "nccl": nccl_settings(),
         }
 
-    def dppo_do(self, method: str, arguments: dict[str, Any]) -> dict[str, str]:
+    def dppo_do(self, call: str, arguments: dict[str, Any]) -> dict[str, str]:
         """Call one of `CALLS`. Returns what went wrong as text, and raises nothing: of an engine with several workers
         vLLM raises the first exception and leaves the other workers' answers in their queues, so that each later call
         gets the answers to an earlier one (0.32.0, `MultiprocExecutor.collective_rpc`). A trainer would then be told
-        that a bucket has been read while workers still read it."""
+        that a bucket has been read while workers still read it. No argument is named `method`, as one of vLLM's is that
+        `RayDistributedExecutor` passes along with these."""
         try:
-            if method not in CALLS:
-                raise ValueError(f"{method} is none of {', '.join(CALLS)}")
-            getattr(self, method)(**arguments)
+            if call not in CALLS:
+                raise ValueError(f"{call} is none of {', '.join(CALLS)}")
+            getattr(self, call)(**arguments)
             return {"problem": ""}
         except Exception as error:
             traceback.print_exc()  # to the server's log, as vLLM would have
