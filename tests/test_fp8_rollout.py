@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -293,7 +294,7 @@ def test_hoppers_servers_do_not_round_again(
 ) -> None:
     """By vLLM's variable, which stays as it is where scales are powers of two or have to be."""
     name = "VLLM_USE_DEEP_GEMM_E8M0"
-    config = _config(files, tmp_path / "run", engine, None)
+    config = _config(files, tmp_path / "run", engine, Path(sys.executable))
     config.rollout.quantization = quantization  # type: ignore[assignment]
     monkeypatch.delenv(name, raising=False)
     if given:
@@ -305,7 +306,7 @@ def test_hoppers_servers_do_not_round_again(
 
 
 def test_a_drafter_is_not_left_without_weights(files: Path, tmp_path: Path) -> None:
-    config = _config(files, tmp_path / "run", "vllm", None)
+    config = _config(files, tmp_path / "run", "vllm", Path(sys.executable))
     config.rollout.speculation.method = "eagle3"
     with pytest.raises(UserError, match="so would the draft model"):
         make_servers(config)

@@ -5,6 +5,7 @@ real Slurm; nothing has run on Kubernetes or under pyxis."""
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shlex
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,12 @@ def _srun_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _render(script: Path, tmp_path: Path, **variables: str) -> tuple[list[argparse.Namespace], str, int]:
+_GIVEN = (RECIPE, "run_dir=/shared/runs/first", "seed=1")
+
+
+def _render(
+    script: Path, tmp_path: Path, given: Sequence[str] = _GIVEN, **variables: str
+) -> tuple[list[argparse.Namespace], str, int]:
     """The steps that a job of `script` would start, what it prints, and its exit code."""
     programs, record = tmp_path / "bin", tmp_path / "record"
     programs.mkdir(exist_ok=True)
@@ -79,7 +86,7 @@ def _render(script: Path, tmp_path: Path, **variables: str) -> tuple[list[argpar
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "RECORD": str(record)} | slurm | variables
     environment["STEPS"] = str(STEPS[script.name])
     done = subprocess.run(
-        ["bash", str(script), RECIPE, "run_dir=/shared/runs/first", "seed=1"],
+        ["bash", str(script), *given],
         cwd=tmp_path,
         env={name: value for name, value in environment.items() if value},
         capture_output=True,
@@ -169,19 +176,58 @@ def test_no_gpus_told_is_no_job_of_one_rank(script: Path, gpus: str, tmp_path: P
     assert [_torchrun(step.command).nproc_per_node for step in steps if "torchrun" in step.command] == ["4"]
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_job_without_a_config_says_how_it_is_submitted(script: Path, tmp_path: Path) -> None:
+    steps, said, code = _render(script, tmp_path, given=())
+    assert not steps and code and f"usage: sbatch [options] {script.name} CONFIG [key=value ...]" in said
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_another_program_may_start_the_container(script: Path, tmp_path: Path) -> None:
+    """All that a step starts is in it: the shell that looks for an interface, and the one that has the ranks' children
+    ignore Slurm's warning, which a container's own start may undo."""
+    bare, said, _ = _render(script, tmp_path)
+    steps, said, code = _render(script, tmp_path, CONTAINER_COMMAND=" apptainer exec  --nv /images/*.sif")
+    assert code == 0, said
+    front = ["apptainer", "exec", "--nv", "/images/*.sif"]
+    assert sorted(step.command for step in steps) == sorted([*front, *step.command] for step in bare)
+
+
 def test_all_nodes_to_generate_is_refused(tmp_path: Path) -> None:
     """Before any step: the servers would be started, and the shell then stop at a node that is not there."""
     steps, said, code = _render(SCRIPTS[-1], tmp_path, INFERENCE_NODES="2")
     assert (steps, code) == ([], 2) and "INFERENCE_NODES=2 of --nodes=2 leaves none to train" in said
 
 
-_BEFORE_RANKS = """
+_A_WARNING = """
 import sys
 from torch.distributed.run import config_from_args, get_args_parser
 config_from_args(get_args_parser().parse_args(["--nnodes=2", "--nproc-per-node=8", "-m", "dppo_megatron"]))
 print("slurmstepd: error: *** STEP 31007.0 ON n1 CANCELLED AT 2026-11-30T17:00:00 ***", file=sys.stderr)
 """
 _A_RANK_FAILS = "from torch.distributed.run import main; main(['--standalone', '-m', 'no_such_trainer'])"
+_IS_ENDED = """
+import os, signal, threading
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.run import main
+starts = PContext.start
+def start(self):
+    starts(self)
+    os.kill(os.getpid(), signal.SIGTERM)
+PContext.start = start
+main(["--standalone", "--no-python", "sleep", "60"])
+"""
+"""What the node's torchrun does: it warns of OMP_NUM_THREADS, before any rank starts; reports a rank that has failed;
+and ends as srun asks it to, since another node's has failed."""
+
+
+@functools.cache
+def _written(program: str) -> str:
+    """What it writes to stderr."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240)
+    assert bool(done.stderr.strip()) == bool(program)
+    return done.stderr
 
 
 def _attempt(tmp_path: Path, srun: str, attempt: int = 0) -> tuple[int, bool]:
@@ -204,19 +250,25 @@ def _attempt(tmp_path: Path, srun: str, attempt: int = 0) -> tuple[int, bool]:
 
 @pytest.mark.parametrize(
     ("written_by", "code", "is_queued_again"),
-    [(_BEFORE_RANKS, 1, True), (_A_RANK_FAILS, 1, False), ("", 137, True), ("", 127, False)],
-    ids=["a dead node", "a mistake", "nothing said", "no torchrun"],
+    [
+        ([_A_WARNING, ""], 1, True),
+        ([_A_RANK_FAILS, _A_WARNING], 1, True),
+        ([_A_RANK_FAILS, _IS_ENDED], 1, False),
+        ([_A_RANK_FAILS, _A_RANK_FAILS], 1, False),
+        (["", ""], 137, True),
+        (["", ""], 127, False),
+    ],
+    ids=["a dead node", "a node dies", "a mistake", "a mistake on both nodes", "nothing said", "no torchrun"],
 )
 def test_a_job_is_queued_again_unless_ranks_failed(
-    written_by: str, code: int, is_queued_again: bool, tmp_path: Path
+    written_by: list[str], code: int, is_queued_again: bool, tmp_path: Path
 ) -> None:
-    """Soon after its start, where a failure may be a mistake. A dead node's attempts fail before any rank starts, but
-    after torchrun has written of OMP_NUM_THREADS to the other node's log: a real torchrun here, as for the mistake."""
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    written = subprocess.run([sys.executable, "-c", written_by], env=environment, capture_output=True, text=True).stderr
-    assert bool(written.strip()) == bool(written_by)
-    (tmp_path / "written").write_text(written)
-    fails = f'#!/bin/sh\ncp "{tmp_path}/written" "{tmp_path}/logs/31007-attempt0-node0.log"\nexit {code}\n'
+    """Soon after its start, where a failure may be a mistake. What a torchrun writes is a real one's. A node that dies
+    takes its own along, and then ranks of the other one fail too."""
+    for node, program in enumerate(written_by):
+        (tmp_path / f"written{node}").write_text(_written(program))
+    copies = [f'cp "{tmp_path}/written{node}" "{tmp_path}/logs/31007-attempt0-node{node}.log"' for node in (0, 1)]
+    fails = "\n".join(["#!/bin/sh", *copies, f"exit {code}", ""])
     assert _attempt(tmp_path, fails) == (code, is_queued_again)
 
 

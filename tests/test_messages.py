@@ -53,6 +53,7 @@ VALUES = {
     f"model.hf_path={CONFIG}": "is a file, not a directory",
     "objective.kl.reference_path=.": "objective.kl.reference_path has no effect while objective.kl.coef = 0",
     "data.train_path=nowhere.jsonl": "data.train_path = 'nowhere.jsonl': no such file",
+    "data.train_path=no/math/train.jsonl": "; `dppo-megatron data math --out no/math` writes it (see docs/data.md)",
     f"data.train_path={DEEP}": "cannot be read: File name too long",
     f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
     f"data.eval_paths.x={LONG}": "data.eval_paths.x = ",

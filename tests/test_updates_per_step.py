@@ -475,7 +475,7 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
     [
         ("actor__optimizer__min_learning_rate=1e-7", "actor__optimizer__lr_schedule=linear"),
         ("actor__recompute_modules=[mlp]", "actor__recompute=selective"),
-        ("rollout__servers__python=p", "rollout__servers__launch=local"),
+        ("rollout__servers__python=sh", "rollout__servers__launch=local"),
         ("rollout__servers__count=2", "rollout__servers__launch=local"),
         ("rollout__servers__gpus=['0']", "rollout__servers__launch=local"),
         ("objective__correction__max_ratio=5.0", "objective__correction__level=token"),

@@ -6,6 +6,7 @@ All of it runs before a process group or a model is made, so a mistake costs sec
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal
@@ -238,4 +239,9 @@ def _check_files(config: Config, purpose: Purpose) -> None:
         return
     if trains and config.objective.kl.reference_path:
         check_model(config.objective.kl.reference_path, "objective.kl.reference_path")
+    servers = config.rollout.servers
+    if servers.launch == "local" and servers.python and shutil.which(servers.python) is None:
+        raise UserError(
+            f"rollout.servers.python = '{shown(servers.python)}': this machine has no such program, or may not run it"
+        )
     check_data(config, trains=trains)

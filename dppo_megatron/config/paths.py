@@ -121,6 +121,25 @@ def check_model(path: str, key: str = "model.hf_path") -> None:
         raise UserError(f"{error}{made}{how_to_download(path)}") from None
 
 
+KNOWN_SETS = {
+    "train": ("gsm8k", "math", "dapo-math-17k", "deepscaler"),
+    "test": ("gsm8k", "math", "math500", "aime24", "aime25", "amc23", "minerva", "olympiadbench"),
+}
+"""The sets that `dppo-megatron data NAME` writes, by its files; `data.known` has the rest about them."""
+
+
+def check_set(key: str, path: str) -> None:
+    """Raise `UserError` unless `path` is a file or a directory; the message says how to get a known set."""
+    try:
+        check_path(key, path, "either")
+    except UserError as error:
+        folder, name = os.path.split(shown(path))
+        part, known = name.removesuffix(".jsonl"), os.path.basename(folder)
+        is_known = name.endswith(".jsonl") and known in KNOWN_SETS.get(part, ()) and not os.path.lexists(path)
+        made = f"; `dppo-megatron data {known} --out {folder}` writes it" if is_known else ""
+        raise UserError(f"{error}{made}") from None
+
+
 def how_to_download(path: str) -> str:
     """The end of the message for a path that does not exist; empty unless it may be a name on the Hugging Face hub."""
     own = path.rpartition("/")[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dppo_megatron.config.data import Condition, DataConfig, EvalSetConfig, SetConfig, TrainSetConfig
-from dppo_megatron.config.paths import check_path
+from dppo_megatron.config.paths import check_set
 from dppo_megatron.config.ranges import check_choice
 from dppo_megatron.config.reward import RewardConfig, SetRewardConfig
 from dppo_megatron.config.schema import Config, EvalConfig
@@ -275,7 +275,7 @@ def _check_resolved(one: ResolvedSet) -> None:
             )
     if one.path.startswith("hub:"):
         return
-    check_path(one.path_key, one.path, "either")
+    check_set(one.path_key, one.path)
     is_file = Path(one.path).is_file()
     for name, value in (("split", one.split), ("subset", one.subset)):
         if is_file and value:

@@ -21,6 +21,8 @@ from dppo_megatron.types import UserError
 
 _BOX = "\\boxed"
 _LOOKED_AT = 100
+_LEAD = 24
+"""Characters."""
 
 
 def report_lines(
@@ -46,9 +48,11 @@ def report_lines(
 
 
 def _asks_twice(loaded: ProblemSet) -> list[str]:
-    """A warning if the problems ask for a box themselves, as files made for verl do, and the template asks again."""
+    """A warning if the problems ask for a box themselves, as files made for verl do, and the template asks again. They
+    ask if the same words lead to the last box of each: else it is a blank to fill in, or what the problem is about."""
     first = [loaded.prompts[index] for index in range(min(_LOOKED_AT, len(loaded.prompts)))]
-    if not all(0 < one.problem.count(_BOX) < one.text.count(_BOX) for one in first):
+    leads = {one.problem.rpartition(_BOX)[0][-_LEAD:] for one in first}
+    if len(leads) > 1 or not all(0 < one.problem.count(_BOX) < one.text.count(_BOX) for one in first):
         return []
     own = "prompt_template='{problem}'"
     return [f"warning: its problems ask for {_BOX} and the template asks again; {own} leaves out the template's words"]

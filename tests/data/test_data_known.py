@@ -10,16 +10,33 @@ import pytest
 from chat_tokenizer import chat_tokenizer
 from support.known_layouts import LAYOUTS, write_repository
 
+from dppo_megatron.config import paths
 from dppo_megatron.config.data import TrainSetConfig
 from dppo_megatron.config.resolved_sets import train_set_configs
 from dppo_megatron.config.schema import Config
 from dppo_megatron.data.known import KNOWN_SETS, after_hashes, last_boxed
 from dppo_megatron.data.sets import load_set
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_missing_file_is_known_by_its_name() -> None:
+    """`config`, which says how to write it, may not import the sets."""
+    for part, names in paths.KNOWN_SETS.items():
+        assert set(names) == {name for name, one in KNOWN_SETS.items() if part in one.splits}
+    for path, is_known in (
+        ("no/math500/test.jsonl", True),
+        ("no/math500/train.jsonl", False),
+        ("no/mine/train.jsonl", False),
+        ("no/math/train.csv", False),
+    ):
+        with pytest.raises(UserError, match="no such file") as raised:
+            paths.check_set("data.train_path", path)
+        assert ("`dppo-megatron data math500 --out no/math500` writes it" in str(raised.value)) == is_known
 
 
 @pytest.mark.parametrize("name", KNOWN_SETS)

@@ -40,9 +40,12 @@ def load(tmp_path: Path, problem: Any = "1+1?", tokenizer: Any = None, **own: An
     """A set of one problem."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"problem": problem, "answer": "2"}) + "\n")
     config = Config()
-    config.data.train_sets = {"s": TrainSetConfig(path=str(tmp_path / "a.jsonl"), **own)}
+    config.data.train_sets = {"s": TrainSetConfig(**({"path": str(tmp_path / "a.jsonl")} | own))}
     check_data(config)
     return load_set(train_set_configs(config)["s"], tokenizer or chat_tokenizer())
+
+
+_TWICE = "ask for \\boxed and the template asks again; prompt_template='{problem}'"
 
 
 def test_an_instruction_that_appears_twice_is_said(tmp_path: Path) -> None:
@@ -56,8 +59,22 @@ def test_an_instruction_that_appears_twice_is_said(tmp_path: Path) -> None:
         ("1+1?", {"template": "chat_boxed"}, False),
     ):
         lines = report_lines({"s": load(tmp_path, problem, **own)}, {}, (), chat_tokenizer())
-        wanted = "ask for \\boxed and the template asks again; prompt_template='{problem}'"
-        assert sum(wanted in line for line in lines) == is_said, lines
+        assert sum(_TWICE in line for line in lines) == is_said, lines
+
+
+def test_a_box_in_a_problem_asks_for_none(tmp_path: Path) -> None:
+    """Blanks to fill in; an instruction is the same at an end of every problem."""
+    asks = "Put the final answer within \\boxed{}."
+    for form, is_said in (
+        ("Fill in: {0} + 1 = \\boxed{{}}, where {0} is a number.", False),
+        ("{0} + 1 = ? " + asks.replace("{}", "{{}}"), True),
+        (asks.replace("{}", "{{}}") + " {0} + 1 = ?", True),
+    ):
+        rows = [json.dumps({"problem": form.format(n), "answer": str(n + 1)}) for n in (1, 2, 13)]
+        (tmp_path / "boxes.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        loaded = load(tmp_path, template="chat_boxed", path=str(tmp_path / "boxes.jsonl"))
+        lines = report_lines({"s": loaded}, {}, (), chat_tokenizer())
+        assert sum(_TWICE in line for line in lines) == is_said, lines
 
 
 class Today:

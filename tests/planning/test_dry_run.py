@@ -176,6 +176,34 @@ def test_dry_run_refuses_what_train_refuses(tmp_path: Path, capsys: pytest.Captu
         assert f"{option} belongs to --dry-run" in capsys.readouterr().err
 
 
+def test_the_servers_python_is_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is such a program, before every run; whether it has the engine, which is not imported, before one
+    costs a place in a queue."""
+    config, files, sglang = str(REPOSITORY / "configs" / "quickstart.yaml"), write_job_files(tmp_path), tmp_path / "lib"
+    servers = ["rollout.engine=sglang", "rollout.servers.launch=local"]
+    job = ["train", config, *job_settings(files, tmp_path / "run"), *servers]
+    dry = ["--dry-run", "--gpus", "1"]
+    capsys.readouterr()  # what writing the model has said
+    for python in (tmp_path / "python", files / "train.jsonl"):
+        for option in ([], dry):
+            assert main([*job, f"rollout.servers.python={python}", *option]) == 2
+            said = capsys.readouterr().err
+            assert f"rollout.servers.python = '{python}': this machine has no such program, or may not run it" in said
+    assert main([*job, f"rollout.servers.python={sys.executable}", *dry]) == 2
+    assert f"rollout.servers.python = '{sys.executable}': this Python has no sglang" in capsys.readouterr().err
+    warning = "rollout.servers.python is not set, and the trainer's Python has no sglang"
+    assert main([*job, *dry]) == 0
+    assert warning in capsys.readouterr().out
+    (sglang / "sglang").mkdir(parents=True)
+    (sglang / "sglang" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(sglang), prepend=os.pathsep)
+    assert main([*job, f"rollout.servers.python={sys.executable}", *dry]) == 0
+    assert main([*job, *dry]) == 0
+    assert warning not in capsys.readouterr().out
+
+
 def test_a_dry_run_of_train_on_nodes_of_four(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

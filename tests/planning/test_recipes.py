@@ -241,6 +241,7 @@ def test_a_method_of_the_comparison_that_the_settings_do_not_fit_refuses_no_job(
     ("recipe", "options", "gpus"),
     [
         ("h100/qwen3_235b_a22b_128gpus", [], 128),  # does not fit on the 16 that its layout needs at least
+        ("h100/glm_4.5_air_64gpus", [], 64),  # a dot that begins no suffix
         ("h100/qwen3_4b_16gpus_grpo", [], 16),
         ("h100/qwen3_4b_16gpus_grpo", ["--gpus", "8"], 8),
         ("math/qwen3_4b_dppo", [], 8),

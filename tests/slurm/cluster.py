@@ -102,11 +102,12 @@ class Cluster:
         for pid in [pid for manager in managers for pid in [manager, *descendants(manager)]] or _of_node(node):
             _kill(pid)
 
-    def submit(self, script: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str) -> str:
-        """Its job id."""
+    def submit(self, script: Path, *arguments: str, options: tuple[str, ...] = (), **variables: str | None) -> str:
+        """Its job id. A variable that is None is not set."""
+        environment = self.environment | variables
         said = subprocess.run(
             ["sbatch", "--parsable", *options, str(script), *arguments],
-            env=self.environment | variables,
+            env={name: value for name, value in environment.items() if value is not None},
             cwd=self.directory,
             capture_output=True,
             text=True,

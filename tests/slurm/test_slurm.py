@@ -78,7 +78,7 @@ class Job:
         parent = {"defaults": str(REPOSITORY / "configs" / "quickstart.yaml"), "steps": count}
         self.config.write_text(yaml.safe_dump(parent))
 
-    def submit(self, script: str, **variables: str) -> None:
+    def submit(self, script: str, **variables: str | None) -> None:
         path = os.pathsep.join([str(Path(sys.executable).parent), self.cluster.environment["PATH"]])
         self.name = self.cluster.submit(
             SCRIPTS / script,
@@ -87,9 +87,7 @@ class Job:
             options=("--gpus-per-node=0",),
             PATH=path,
             PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]),
-            OMP_NUM_THREADS="1",
-            RANKS_PER_NODE="1",
-            **variables,
+            **{"OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "1"} | variables,
         )
 
     @property
@@ -191,10 +189,12 @@ def test_colocated(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_requeue(cluster: Cluster, tmp_path: Path) -> None:
     """Warned, the run saves and its job is queued again, and resumes at the step after. Its second node dies: nothing
-    of it is left, the job is queued again, and with the node back it resumes and ends."""
+    of it is left, the job is queued again, and with the node back it resumes and ends. As users submit it: a node that
+    dies in the first ten minutes is no mistake, and torchrun writes of OMP_NUM_THREADS before any rank does."""
     job = Job(cluster, tmp_path, steps=500)
-    job.submit("requeue.sbatch", RETRY_AFTER_S="0")
+    job.submit("requeue.sbatch", OMP_NUM_THREADS=None, RANKS_PER_NODE="2")
     job.until_rows(3)
+    assert "OMP_NUM_THREADS" in job.log(0)
     cluster.signal_batch(job.name, "USR1")
     job.until(lambda: cluster.job(job.name)["Restarts"] == "1", FREED_S, "queued again")
     first = job.log(0)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose, check_world_size
 from dppo_megatron.config.load import load_config, read_config
-from dppo_megatron.config.paths import check_writable, shipped, with_paths
+from dppo_megatron.config.paths import check_writable, shipped, shown, with_paths
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_here, launched_world_size
 from dppo_megatron.pruning.policies import parse_methods
@@ -198,7 +201,7 @@ def _use_local_gpu(arguments: argparse.Namespace) -> list[str]:
 
 def _site(arguments: argparse.Namespace) -> Site:
     chip, launched = CHIPS[arguments.gpu], launched_world_size()
-    named = re.search(r"_(\d{1,6})gpus(?:_|$)", Path(arguments.config).stem)  # as in qwen3_8b_16gpus_dppo.yaml
+    named = re.search(r"_(\d{1,6})gpus(?:[_.]|$)", Path(arguments.config).name)  # as in qwen3_8b_16gpus_dppo.yaml
     gpus = arguments.gpus or (launched if launched > 1 else int(named[1]) if named and int(named[1]) else _GPUS)
     ranks, per_node = arguments.ranks_per_node, arguments.gpus_per_node
     if not (arguments.gpus or ranks) and launched > 1 and "LOCAL_WORLD_SIZE" in os.environ:
@@ -245,7 +248,7 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
     machine = here if runs_here else _assumed_machine(config, gpu)[0]
     if here.cuda_capability is None:
         notes = [f"no CUDA device here: a machine of {gpu.upper()}s with Transformer Engine is assumed"]
-    notes += check_actor_settings(config, site.gpus, machine, runs_here=runs_here)
+    notes += [*_engine_notes(config), *check_actor_settings(config, site.gpus, machine, runs_here=runs_here)]
     uncached = replace(config, data=replace(config.data, cache_path=""))  # a dry run writes no cache of prompts
     job = prepare_job(uncached, site.gpus, machine=machine)
     try:
@@ -255,3 +258,20 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
         job.grade.close()
     done = "dry run: everything that a run loads before it starts has been loaded and checked"
     return here if runs_here else None, ["", done, *lines, "", first]
+
+
+def _engine_notes(config: Config) -> list[str]:
+    """A warning if servers will be started by this Python, and it lacks their engine. Raises UserError if
+    rollout.servers.python lacks it. The engine is not imported, which takes minutes on some file systems."""
+    engine, servers, said = config.rollout.engine, config.rollout.servers, ""
+    if servers.launch != "local":
+        return []
+    look = f"from importlib.util import find_spec; print(find_spec('{engine}') is None)"
+    with suppress(OSError, subprocess.TimeoutExpired):  # no answer says nothing: the start of the servers will
+        command = [servers.python or sys.executable, "-B", "-c", look]
+        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60).stdout
+    if said.strip() != "True":
+        return []
+    if servers.python:
+        raise UserError(f"rollout.servers.python = '{shown(servers.python)}': this Python has no {engine}")
+    return [f"warning: rollout.servers.python is not set, and the trainer's Python has no {engine} to start servers of"]
