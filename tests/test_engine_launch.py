@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.engines.forked_vllm import group_of
 from support.engines.servers import Reference, local_settings, needs
 from support.job import QUICK, job_config, read_metrics, write_job_files
@@ -31,10 +32,11 @@ from dppo_megatron.rollout.engine import Request, Sampling
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers import member
 from dppo_megatron.rollout.servers.http import Done, Http, Refused
-from dppo_megatron.rollout.servers.protocol import NamedWeights
+from dppo_megatron.rollout.servers.protocol import NamedWeights, TensorNote
 from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import DiskChannel
+from dppo_megatron.rollout.sync.colocated import OFFERS, SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, ask_for_canary, differing
 from dppo_megatron.run import Run
 from dppo_megatron.train import train
@@ -162,6 +164,37 @@ def test_a_replica_that_dies_idle_is_noticed(
         requests = [Request(prompts_of(config)[0], index, 1) for index in range(8)]
         completions = engine.generate(requests, Sampling(12, 1.0, 0))
         assert reference.difference(requests, completions).max() < 1e-3
+
+
+@needs("vllm")
+@pytest.mark.long
+def test_a_worker_that_fails_does_not_put_a_server_of_two_out_of_step(files: Path, tmp_path: Path) -> None:
+    """One of two tensor-parallel workers cannot map a bucket. vLLM's own `collective_rpc` would leave the other's
+    answer in its queue, for the next call. Here the next sync is complete at its first attempt."""
+    config = job_config(
+        files,
+        tmp_path / "run",
+        rollout__limits__max_concurrent_sequences=64,
+        **local_settings("vllm", "--tensor-parallel-size", "2"),
+    )
+    job, broken, whole = prepare_job(config, 1), *(Reference(files / "model", seed) for seed in (16, 17))
+    with contextlib.closing(ServerEngine(config, job.architecture, job.tokenizer)) as engine:
+        engine.load_weights(broken.weights)
+        [asked] = rank_zero(engine).fleet.members
+        name, norm = next((name, tensor) for name, tensor in broken.weights() if name == "model.norm.weight")
+        notes = [TensorNote(name, "float32", tuple(norm.shape))]
+        buffer = SharedBuffer(norm.nbytes, norm.device)
+        buffer.fill(norm.detach().reshape(-1).view(torch.uint8))
+        offer = OFFERS["vllm"](buffer, notes)
+        asked.server.pause("abort", timeout_s=60)
+        asked.server.begin_update(timeout_s=60)
+        with pytest.raises(Refused):
+            asked.server.receive_shared([offer, offer | {"path": "/no/such/folder"}], notes, timeout_s=60)
+        engine.load_weights(whole.weights)
+        assert asked.outages == 0
+        requests = [Request(prompts_of(config)[0], index, 1) for index in range(8)]
+        assert whole.difference(requests, engine.generate(requests, Sampling(12, 1.0, 0))).max() < 1e-3
+        buffer.close()
 
 
 def _killer(server: LaunchedServer, rollout: RolloutConfig) -> Callable[[], None]:
