@@ -20,7 +20,7 @@ _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
-€ \euros £ \gbp ¥ \yen
+€ \euros £ \gbp ¥ \yen ₹ \rupees ¢ \text{cents}
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -92,17 +92,17 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # pairs: a sign of several characters, and its spelling here
-_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} :".split()  # noqa: SIM905
+_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} : {-} -".split()  # noqa: SIM905
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
     r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is money
-    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
+    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen|rupees) )\s*([\d.,]*)\s*\}": r"\1\2",
     # {\rm cm} and {5 \over 6}, in plain TeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
-    r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
+    r"(?<![\w)}])\*\*(?! )([^*]+)(?<! )\*\*(?![\w({\\])|\A\s*`([^`]+)`\s*\Z": r"\1\2",  # bold in Markdown, or code
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
@@ -126,11 +126,12 @@ _RULES = {
     r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
     r"(?<=\d)\{\}": "",
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
+    r"(?<=\d)\{,\}(?=\d)": ".",  # of a decimal, as thousands have none any more
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
     r"\\not\s*=": r"\\ne ",
     r"\^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
     r"\^?\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\(?:circ|degree)|(?<=\d)\\circ)(?![A-Za-z])": r"\\degree ",
-    r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
+    r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*(?:''|\"))?": r"(\1+\2/60+0\3/3600)\\degree ",
     r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
     r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
     # fonts: of a unit after a number, of a letter, of a function, else of text
@@ -138,7 +139,7 @@ _RULES = {
     r"\\(?:mathbf|boldsymbol|bm|pmb|vec)\s*(?:\{\s*([ijk])\s*\}|\s([ijk])(?![A-Za-z]))": r"\\hat{\1\2}",  # unit vectors
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
-    r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
+    r"(?<![\w\\])(?<!\), )(?<!\),)(?<!\) and )C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
@@ -147,7 +148,7 @@ _RULES = {
     r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",
     r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
-    r"\\text\{\s*([,;])\s*\}": r"\1 ",
+    r"\\text\{\s*([,;:])\s*\}": r"\1 ",
     r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
     r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -24,13 +25,18 @@ _NUMBERED = regex(
 _RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
+_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z|_\\?(?:min|max)\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
 _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
+)
+_IN_ORDER = regex(  # asked of the answer; not of numbers that the problem is about
+    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?:[Ll]ist|[Gg]ive|[Ee]xpress|[Ww]rite|[Ee]nter|[Aa]rrange|[Oo]rder|[Rr]ank|[Ss]ort"
+    r"|What are)\b[^.?!]*?\b(?:(?<!necessarily )in (?:(?:in|de)creasing |(?:a|de)scending |this |that )?order(?! to)"
+    r"|from (?:the )?\w+st to)\b"
 )
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
@@ -116,7 +122,7 @@ def _with_variables(other: Named, gold: Named) -> Named:
 def _relation(answer: Answer) -> answers.Relation | None:
     if isinstance(answer, answers.Relation):
         return answer
-    if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
+    if isinstance(answer, Named) and answer.left and isinstance(answer.value, Value) and not answer.value.unit:
         return answers.Relation((answer.left, answer.value.node), ("=",))
     return None
 
@@ -186,7 +192,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
-    if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
+    in_order = is_labelled or (is_ordered(rules.problem) and not gold.signs | other.signs)
+    if kinds & {"tuple", "ratio", "grid"} or (in_order and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
         bare = _as_named(items, ()), _as_named(others, ())
@@ -194,6 +201,12 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_ordered(problem: str) -> bool:
+    """Whether the problem asks for its answers in an order: `List them in increasing order.`"""
+    return _IN_ORDER.search(problem) is not None
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:

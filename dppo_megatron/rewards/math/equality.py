@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -35,6 +36,11 @@ _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its o
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
+_WANTED = regex(  # a pound may be money, a degree a temperature
+    r"\b(?:[Hh]ow many|(?:What|How|[Ff]ind|[Cc]ompute|[Cc]alculate|[Dd]etermine|[Ee]xpress|[Gg]ive)\b[^.?!]*?\b[Ii]n"
+    r"(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit)((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)"
+    r"|\b[Ww]hat (percent)"
+)
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
@@ -73,9 +79,12 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """Compare by values. If two or more variables are negative, a root or logarithm of a product has another branch
-    than the product of roots. Such points are skipped, since roots are usually written for positive numbers."""
+    than the product of roots. Such points are skipped, since roots are usually written for positive numbers; and those
+    where the reference takes the logarithm of a negative number."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
+    logs = [part[2] for part in walk(gold) if part[:2] == ("f", "ln")]
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
+    points = (point for point in points if all((rational(inside, point) or 1) > 0 for inside in logs))
     outcomes = _outcomes(gold, other, points, work)
     if outcomes[-1] == "different":
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
@@ -248,6 +257,8 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; an answer without a unit is taken in the reference's."""
     other_unit = other.unit or _NO_UNIT
     gold_unit = gold.unit or rules.unit or _asked(rules.problem, other_unit) or _NO_UNIT
+    if not gold.unit and other_unit.dimension and not rules.unit and _is_unwanted(rules.problem, other_unit):
+        return False
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
@@ -272,6 +283,14 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
     units = map(read_unit, _ASKED.findall(problem) if unit.dimension else ())
     asked = {named.factor: named for named in units if named is not None and named.dimension == unit.dimension}
     return asked.popitem()[1] if len(asked) == 1 and unit.factor not in asked else None
+
+
+def _is_unwanted(problem: str, unit: Unit) -> bool:
+    """Whether the problem asks for units that all measure something else: for years, not months."""
+    names = ["".join(words) for words in _WANTED.findall(problem)]
+    units = map(read_unit, names + [re.split(" (?:per|an?) ", name)[0] for name in names])
+    wanted = {unit.dimension for unit in units if unit is not None and unit.dimension}
+    return bool(wanted) and wanted.isdisjoint((unit.dimension, *unit.dimension.split()))
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
@@ -385,8 +404,7 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
         difference: Node = ("+", start, ("-", other_start))
         elsewhere = substituted(difference, {name: ("s", f"{name}'") for name in symbols(difference) - _GIVEN})
-        if same(start, none, work):
-            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
-                yield {name: constant}
-        elif same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
+        if same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
             yield {name: ("+", constant, difference)}
+        elif any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
+            yield {name: constant}

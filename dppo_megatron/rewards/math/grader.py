@@ -18,9 +18,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from dppo_megatron.rewards.math import regex
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Relation, Unreadable, Value, Words, walk
 from dppo_megatron.rewards.math.clean import clean
-from dppo_megatron.rewards.math.compare import equal, letters
+from dppo_megatron.rewards.math.compare import equal, is_ordered, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
@@ -42,6 +42,12 @@ _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
     r"(?P<value>(?!.*\([A-J]\)).*)"
+)
+_FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
+_OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
+_REWRITE = regex(
+    r"(?:(?:[Ee]xpress|[Ww]rite|[Cc]onvert|[Ff]actor|[Rr]ound|[Cc]hange)(?: the)?(?: (?:number|decimal|fraction|following))*"
+    r"|factorization of);?:?;?\s*\Z"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
@@ -132,6 +138,8 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
+        if is_right and problem and _is_repeated(text, gold, theirs, problem):
+            return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
@@ -152,7 +160,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):
-            gold = _respelled(reference, gold, _count(theirs), is_gold=True)
+            gold = _respelled(reference, gold, _count(theirs), stated_digits(other)[0] > 0, is_gold=True)
     return gold, theirs, unread
 
 
@@ -182,9 +190,35 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
     return answer
 
 
+def _is_repeated(text: str, gold: Answer, theirs: Answer, problem: str) -> bool:
+    """Whether the answer is an expression of the problem, with something to carry out: a number only where the problem
+    asks for another form of it. What it offers as a choice is none, nor what is the reference but for its spelling."""
+    ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
+    if not isinstance(node, (Value, Relation)) or _marks(text) not in _marks(problem):
+        return False
+    parts = [*walk(node.node)] if isinstance(node, Value) else []
+    is_simple = bool(parts) and all(part[0] in "nsc*-" for part in parts[parts[0][0] in "/" :])
+    if ours == node and not is_simple:
+        return False
+    spelled, text = one_spelling(text), one_spelling(_FORMULA.sub(" ; ", problem))
+    for found in re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){re.escape(spelled)}(?!\B\w)(?![\^*/+!-])", text):
+        before = text[: found.start()]
+        if _REWRITE.search(before) if is_simple else not _OFFERED.search(before):
+            return True
+    return False
+
+
+def _marks(text: str) -> str:
+    """Its letters and digits, which any spelling of it has."""
+    return re.sub(r"\\[A-Za-z]+|[\W_]", "", text)
+
+
 def _states(gold: str, other: str, problem: str) -> bool:
     """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
-    opposite, or, for a question of who or which, the word that it begins with."""
+    opposite, or, for a question of who or which, the word that it begins with. `17` is 17_8 if the problem names base 8."""
+    digits, _, base = gold.partition("_")
+    if base:
+        return other == digits.lower() and re.search(rf"base\W*{base}\b", with_digits(problem)) is not None
     words = gold.split()
     if len(words) < 3 or not DOUBTS.isdisjoint(words):
         return False
@@ -221,7 +255,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if named is not None:
-        return sorted(named) == sorted(several)
+        return named == several if is_ordered(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 

@@ -28,7 +28,7 @@ _RELATION = r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
-_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]{0,99}(?:\^\s*\{?\s*\d\s*\}?)?)$")
+_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /*-]{0,99}(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
     r"(?<=[\d}])(?P<unit>(?:[ckm]m|kg|mph|ft|lbs?|oz|hrs?|mins?|secs?|[a-z]{5,})(?:\^\s*\{?\s*[23]\s*\}?)?)$"
 )
@@ -57,7 +57,7 @@ _NAME = regex(
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
-_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-|[-\\\d][^(]*[\d}])\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
 _PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
 _COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
@@ -223,6 +223,8 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     sides, ops = parts[::2], parts[1::2]
     if not ops:
         return _ratio(text)
+    if ops[:1] == ["\\approx"] and re.fullmatch(_MEMBER, sides[0]):
+        ops[0] = "="
     if "\\approx" in ops and sides[0]:  # the exact side is the answer
         first = ops.index("\\approx")
         sides, ops = sides[: first + 1], ops[:first]
@@ -277,10 +279,11 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return _set(text[2:-2].strip(), depth)
     if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
         at = read_answer(point["at"], depth + 1)
-        if point["name"] != "-":
+        if point["name"][0].isalpha():
             return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
+        scale = parse(f"{point['name']}1" if point["name"] == "-" else point["name"])
         sides = [item.node for item in at.items if isinstance(item, Value)] if isinstance(at, AnswerList) else []
-        return AnswerList("tuple", tuple(Value(("-", side)) for side in sides)) if sides else None
+        return AnswerList("tuple", tuple(Value(("*", scale, side)) for side in sides)) if sides else None
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")
