@@ -51,36 +51,23 @@ _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
     " blacksquare square qed Box quad qquad thinspace enspace medspace",
-    "\\dollars ": "textdollar dollar",
-    "\\gbp ": "pounds",
-    "\\euros ": "euro",
     "\\frac": "dfrac tfrac cfrac sfrac nicefrac",
     "\\binom": "dbinom tbinom",
-    "\\le ": "leqslant leqq leq",
-    "\\ge ": "geqslant geqq geq",
-    "\\ne ": "neq",
     " * ": "cdot ast cdotp",
     "|": "lvert rvert vert mid",
-    "\\{": "lbrace",
-    "\\}": "rbrace",
-    "\\emptyset ": "varnothing empty",
-    "\\cup ": "sqcup cupdot bigcup",
-    "\\setminus ": "backslash",
-    "\\ldots ": "dots cdots dotsb dotsc",
-    "\\degree ": "degrees textcirc textdegree",
-    "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\overline ": "bar",
-    "\\hat ": "widehat",
-    "\\vec ": "overrightarrow",
-    " i": "imath",
-    " j": "jmath",
-    " T": "top",
-    "'": "prime",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
-_ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
-_MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
+_RENAMED = (
+    "dollars: textdollar dollar; gbp: pounds; euros: euro; le: leqslant leqq leq; ge: geqslant geqq geq; ne: neq"
+    "; emptyset: varnothing empty; cup: sqcup cupdot bigcup; setminus: backslash; ldots: dots cdots dotsb dotsc"
+    "; degree: degrees textcirc textdegree; mapsto: longmapsto; overline: bar; hat: widehat; vec: overrightarrow"
+)
+for _by, _names in (row.split(":") for row in _RENAMED.split("; ")):
+    _MACROS |= dict.fromkeys(_names.split(), f"\\{_by} ")
+_ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle prime"
+_MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()'", strict=True)
+_MACROS |= {"lbrace": r"\{", "rbrace": r"\}", "imath": " i", "jmath": " j", "top": " T"}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
 _VECTOR = regex(r"\\(?:vec|hat|nabla)(?![A-Za-z])|\\(?:mathbf|boldsymbol|bm)\s*\{?\s*[a-z](?![A-Za-z])")

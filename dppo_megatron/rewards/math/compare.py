@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -33,10 +32,10 @@ _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
 )
-_IN_ORDER = regex(  # asked of the answer; not of numbers that the problem is about
-    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?:[Ll]ist|[Gg]ive|[Ee]xpress|[Ww]rite|[Ee]nter|[Aa]rrange|[Oo]rder|[Rr]ank|[Ss]ort"
-    r"|What are)\b[^.?!]*?\b(?:(?<!necessarily )in (?:(?:in|de)creasing |(?:a|de)scending |this |that )?order(?! to)"
-    r"|from (?:the )?\w+st to)\b"
+IN_ORDER = regex(  # asked of the answer, not told of the numbers in the problem
+    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?i:list|give|express|write|enter|arrange|order|rank|sort|what are)\b"
+    r"[^.?!]*?\b(?:from (?:the )?\w+st to"
+    r"|(?<!necessarily )in (?:(?:in|de)creasing |(?:a|de)scending |th(?:is|at) )?order(?! to))\b"
 )
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
@@ -192,7 +191,7 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
-    in_order = is_labelled or (is_ordered(rules.problem) and not gold.signs | other.signs)
+    in_order = is_labelled or (IN_ORDER.search(rules.problem) and not gold.signs | other.signs)
     if kinds & {"tuple", "ratio", "grid"} or (in_order and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
@@ -201,12 +200,6 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
     return _matched(items, others, rules, is_set)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_ordered(problem: str) -> bool:
-    """Whether the problem asks for its answers in an order: `List them in increasing order.`"""
-    return _IN_ORDER.search(problem) is not None
 
 
 def _is_sum_of(point: AnswerList, value: Value, rules: Rules) -> bool:
@@ -332,7 +325,8 @@ def _as_grid(answer: Answer, like: AnswerList) -> Answer:
 
 def _words(gold: Any, other: Any, rules: Rules) -> bool:
     are_words = isinstance(gold, answers.Words) and isinstance(other, answers.Words)
-    return are_words and (_folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text))
+    one, two = (side.text for side in (gold, other)) if are_words else ("", "")
+    return are_words and (_folded(one) == _folded(two) or _answers(one, two) or _answers(two, one))
 
 
 def _folded(text: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -36,10 +35,9 @@ _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its o
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
-_WANTED = regex(  # a pound may be money, a degree a temperature
-    r"\b(?:[Hh]ow many|(?:What|How|[Ff]ind|[Cc]ompute|[Cc]alculate|[Dd]etermine|[Ee]xpress|[Gg]ive)\b[^.?!]*?\b[Ii]n"
-    r"(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit)((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)"
-    r"|\b[Ww]hat (percent)"
+_WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
+    r"\b(?i:how many|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
+    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit)((?:(?:square|cubic) )?[a-z]+)"
 )
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
@@ -227,22 +225,15 @@ def _value(at: Evaluation, node: Node) -> Any:
 class Rules:
     """How a reference is compared, by its row or by the digits of both sides."""
 
-    tolerances: tuple[Fraction, ...] = ()
-    """Largest absolute errors: one for each item, or one for all."""
-    unit: Unit | None = None
-    """The reference's unit, if it does not state one itself."""
+    tolerances: tuple[Fraction, ...] = ()  # largest absolute errors: one for each item, or one for all
+    unit: Unit | None = None  # the reference's, if it does not state one itself
+    # 1 in the last digit of a rounded reference; if `is_exact`, for answers only that no decimal equals
     last_place: Fraction = Fraction(0)
-    """The value of 1 in the last digit of a rounded reference. If `is_exact`, it is not known to be rounded, and this
-    is used only for answers that no decimal equals."""
     is_exact: bool = True
-    their_last_place: Fraction = Fraction(0)
-    """The same for an answer that is a decimal of twelve digits or more, at most in the fifteenth digit."""
-    wholes: frozenset[str] = frozenset()
-    """Letters of the reference that stand for any whole number."""
-    problem: str = ""
-    """Its letters have a meaning: none of them is a parameter."""
-    work: WorkLimit = field(default_factory=WorkLimit, compare=False)
-    """Operations that are left for all comparisons of the grading."""
+    their_last_place: Fraction = Fraction(0)  # of a decimal of twelve digits or more, at most in the fifteenth digit
+    wholes: frozenset[str] = frozenset()  # letters of the reference that stand for any whole number
+    problem: str = ""  # its letters have a meaning: none of them is a parameter
+    work: WorkLimit = field(default_factory=WorkLimit, compare=False)  # left for all comparisons of the grading
 
     def item(self, index: int) -> Rules:
         """The rules for one item of a list."""
@@ -257,8 +248,6 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     """Whether two values with their units are equal; an answer without a unit is taken in the reference's."""
     other_unit = other.unit or _NO_UNIT
     gold_unit = gold.unit or rules.unit or _asked(rules.problem, other_unit) or _NO_UNIT
-    if not gold.unit and other_unit.dimension and not rules.unit and _is_unwanted(rules.problem, other_unit):
-        return False
     if gold_unit.dimension == "percent" or other_unit.dimension == "percent":
         return _percents(gold, gold_unit, other, other_unit, rules)
     for angle, plain in ((gold, other), (other, gold)):  # 90 degrees and pi/2
@@ -279,18 +268,15 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
 
 def _asked(problem: str, unit: Unit) -> Unit | None:
     """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
-    another."""
-    units = map(read_unit, _ASKED.findall(problem) if unit.dimension else ())
-    asked = {named.factor: named for named in units if named is not None and named.dimension == unit.dimension}
-    return asked.popitem()[1] if len(asked) == 1 and unit.factor not in asked else None
-
-
-def _is_unwanted(problem: str, unit: Unit) -> bool:
-    """Whether the problem asks for units that all measure something else: for years, not months."""
-    names = ["".join(words) for words in _WANTED.findall(problem)]
-    units = map(read_unit, names + [re.split(" (?:per|an?) ", name)[0] for name in names])
-    wanted = {unit.dimension for unit in units if unit is not None and unit.dimension}
-    return bool(wanted) and wanted.isdisjoint((unit.dimension, *unit.dimension.split()))
+    another; or what it asks for, if that is something else: years, not months."""
+    if not problem or not unit.dimension:
+        return None
+    asked, wanted = ([*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED))
+    alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
+    if alike:
+        return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None
+    others = {named.dimension: named for named in wanted if named is not None and named.dimension}
+    return None if others.keys() & {*unit.dimension.split()} else next(iter(others.values()), None)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:

@@ -16,12 +16,9 @@ _MAX_CHARS = 4000  # of an answer: no reference is as long, and parsing takes mo
 class Extraction(NamedTuple):
     """The final answer of a completion, or why there is none."""
 
-    parts: tuple[str, ...]
-    """The final answer; several for boxes side by side (`\\boxed{1}` and `\\boxed{2}`); empty if there is none."""
-    mark: str = ""
-    """`box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer."""
-    why: str = ""
-    """Why there is no answer."""
+    parts: tuple[str, ...]  # several for boxes side by side (`\boxed{1}` and `\boxed{2}`); empty if there is none
+    mark: str = ""  # `box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer
+    why: str = ""  # there is no answer
 
 
 _BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # also \\boxed, in texts that were escaped twice

@@ -17,10 +17,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.rewards.math import regex
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Relation, Unreadable, Value, Words, walk
+from dppo_megatron.rewards.math import answers, regex
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
-from dppo_megatron.rewards.math.compare import equal, is_ordered, letters
+from dppo_megatron.rewards.math.compare import IN_ORDER, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
@@ -36,17 +36,16 @@ _MAX_BOXES = 8  # so many are also compared one by one
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
-_OPPOSITES += ",rational irrational,acute obtuse right"
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
     r"(?P<value>(?!.*\([A-J]\)).*)"
 )
+_SIGNS = regex(r"\\[A-Za-z]+|[\W_]")  # all but the letters and digits, which are the same in any spelling
 _FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
 _OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
 _REWRITE = regex(
-    r"(?:(?:[Ee]xpress|[Ww]rite|[Cc]onvert|[Ff]actor|[Rr]ound|[Cc]hange)(?: the)?(?: (?:number|decimal|fraction|following))*"
+    r"(?:\b(?i:express|write|convert|factor|round|change)(?: the| number| decimal| fraction| following)*"
     r"|factorization of);?:?;?\s*\Z"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
@@ -190,44 +189,31 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
     return answer
 
 
-def _is_repeated(text: str, gold: Answer, theirs: Answer, problem: str) -> bool:
-    """Whether the answer is an expression of the problem, with something to carry out: a number only where the problem
-    asks for another form of it. What it offers as a choice is none, nor what is the reference but for its spelling."""
+def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
+    """Whether the answer is an expression of the problem with something to carry out; a number, only where the problem
+    asks for another form of it. It is none that is offered as a choice, or is the reference but for its spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
-    if not isinstance(node, (Value, Relation)) or _marks(text) not in _marks(problem):
+    if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
-    parts = [*walk(node.node)] if isinstance(node, Value) else []
-    is_simple = bool(parts) and all(part[0] in "nsc*-" for part in parts[parts[0][0] in "/" :])
+    parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
+    is_simple = bool(parts) and all(part[0] in "nsc*-" for part in parts[parts[0][0] == "/" :])
     if ours == node and not is_simple:
         return False
-    spelled, text = one_spelling(text), one_spelling(_FORMULA.sub(" ; ", problem))
-    for found in re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){re.escape(spelled)}(?!\B\w)(?![\^*/+!-])", text):
-        before = text[: found.start()]
-        if _REWRITE.search(before) if is_simple else not _OFFERED.search(before):
-            return True
-    return False
-
-
-def _marks(text: str) -> str:
-    """Its letters and digits, which any spelling of it has."""
-    return re.sub(r"\\[A-Za-z]+|[\W_]", "", text)
+    spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
+    found = re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![\^*/+!-])", text)
+    before = [text[: one.start()] for one in found]
+    return any(_REWRITE.search(part) if is_simple else not _OFFERED.search(part) for part in before)
 
 
 def _states(gold: str, other: str, problem: str) -> bool:
-    """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
-    opposite, or, for a question of who or which, the word that it begins with. `17` is 17_8 if the problem names base 8."""
+    """Whether the answer is the word that a sentence as the reference begins with, if the problem asks who or which; or
+    the digits 17 for 17_8, if it names base 8."""
     digits, _, base = gold.partition("_")
     if base:
         return other == digits.lower() and re.search(rf"base\W*{base}\b", with_digits(problem)) is not None
-    words = gold.split()
-    if len(words) < 3 or not DOUBTS.isdisjoint(words):
-        return False
-    for group in _OPPOSITES.split(","):
-        if other in group.split():
-            return set(group.split()) & set(words) == {other}
-    content = [word for word in words if word not in ("the", "a", "an", "any", "all", "only")]
+    words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
     asks_who = re.search(r"\b(?:who|whom|whose|which)\b", problem, re.IGNORECASE)
-    return bool(asks_who) and len(words) >= 4 and content[:1] == [other]
+    return bool(asks_who) and len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -255,7 +241,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if named is not None:
-        return named == several if is_ordered(problem) else sorted(named) == sorted(several)
+        return named == several if IN_ORDER.search(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 

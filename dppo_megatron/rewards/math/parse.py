@@ -92,7 +92,7 @@ class _Reader:
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
                 node = ("f", "mod", node, self._signed(self._factor))
-            elif self._starts_factor() and not (until_function and self._starts_function()):
+            elif self._starts_factor(until_function):
                 digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # (n-2) 2^n is a product, x 2 is not
                     raise Unreadable("a number behind a factor")
@@ -292,17 +292,15 @@ class _Reader:
         node = _applied(name, inside, base)
         return node if power is None else ("^", node, power)
 
-    def _starts_factor(self) -> bool:
+    def _starts_factor(self, until_function: bool = False) -> bool:
         token = self._peek()
+        if until_function and (token.removeprefix("\\") in _FUNCTIONS or _OF_FUNCTIONS.match(self.text, self.position)):
+            return False
         if token[:1] == "\\":
             return token[1:] not in ("degree", "rfloor", "rceil", "bmod", "mod", "")
         if token == "|":
             return not self._in_bars
         return token != "" and ((token.isascii() and token.isalnum()) or token in "([{.")
-
-    def _starts_function(self) -> bool:
-        is_function = self._peek().removeprefix("\\") in _FUNCTIONS
-        return is_function or _OF_FUNCTIONS.match(self.text, self.position) is not None
 
     def _peek(self) -> str:
         """The next sign, command or run of letters; empty at the end."""

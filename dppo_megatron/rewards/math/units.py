@@ -152,8 +152,9 @@ angle: 1 deg degree
 """
 # units that are not converted to others, but for their prefixes; the first name is the dimension's
 _ALONE = (
-    "percent % pct; radian rad; unit un u; month; year yr*; euro eur; yen jpy; rupee rs inr; yuan cny rmb; parsec* pc*; mole* mol*;"
+    "percent % pct; radian rad; unit un u; month; year yr*; euro eur; yen jpy; yuan cny rmb; parsec* pc*; mole* mol*;"
     " ohm*; volt* V*; ampere* amp* A*; kelvin K*; celsius coulomb* C*; fahrenheit farad* F*; henry* H*; weber* Wb*"
+    "; rupee rs inr"
 )
 _PREFIXES = "k kilo 3 c centi -2 m milli -3 d deci -1 u micro -6 n nano -9 p pico -12 M mega 6 G giga 9 T tera 12"
 
