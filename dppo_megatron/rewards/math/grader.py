@@ -190,14 +190,15 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
 
 
 def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
-    """Whether the answer is an expression of the problem with something to carry out; a number, only where the problem
-    asks for another form of it. It is none that is offered as a choice, or is the reference but for its spelling."""
+    """Whether the answer is an expression of the problem with something to carry out; a number other than a fraction,
+    only where the problem asks for another form of it. What is offered as a choice is no such expression, nor what is
+    the reference but for its spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
     if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
     is_simple = bool(parts) and all(part[0] in "nsc*-" for part in parts[parts[0][0] == "/" :])
-    if ours == node and not is_simple:
+    if "frac" in answer if is_simple else ours == node:
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
     found = re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![\^*/+!-])", text)
@@ -211,6 +212,8 @@ def _states(gold: str, other: str, problem: str) -> bool:
     digits, _, base = gold.partition("_")
     if base:
         return other == digits.lower() and re.search(rf"base\W*{base}\b", with_digits(problem)) is not None
+    if other in ("odd", "even"):
+        return {"odd", "even"} & {*gold.split()} == {other} and DOUBTS.isdisjoint(gold.split())
     words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
     asks_who = re.search(r"\b(?:who|whom|whose|which)\b", problem, re.IGNORECASE)
     return bool(asks_who) and len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
