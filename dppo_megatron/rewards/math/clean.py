@@ -128,8 +128,8 @@ _RULES = {
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"(?<![\w\\])(?<!\), )(?<!\),)(?<!\) and )C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
-    rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
-    rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
+    rf"\\(?:{_FONT}|{_TEXT}(?!\s*\{{\s*(?:sec|max|min)))\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|cis"
+    r"|lcm|gcd|max|min)\s*\}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
     # cm^{2} inside \text, and a fraction of two units
     r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",

@@ -94,9 +94,8 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
 def _is_branched(node: Node) -> bool:
     if node[0] != "^":
         return node[0] == "f" and node[1] in ("ln", "arcsin", "arccos")
-    (kind, power), base = node[2][:2], node[1]
-    is_absolute = kind == "n" and base[0] == "^" and base[2] == ("n", 1 / power)
-    return not is_absolute and (kind != "n" or power.denominator != 1)
+    kind, power = node[2][:2]
+    return kind != "n" or power.denominator != 1
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:

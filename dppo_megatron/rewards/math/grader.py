@@ -83,11 +83,7 @@ def grade_math(
     return Grade(float(verdict is True), text, why, facts)
 
 
-def grade_math_boxed(
-    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
-) -> Grade:
-    """As `grade_math`, if it is strict: for rewards that also teach the format."""
-    return grade_math(completion, answer, row, prompt=prompt, finish_reason=finish_reason, strict=True)
+grade_math_boxed = functools.partial(grade_math, strict=True)  # for rewards that also teach the format
 
 
 def is_read(answer: str) -> bool:
@@ -190,9 +186,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
 
 
 def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
-    """Whether the answer is an expression of the problem with something to carry out; a number other than a fraction,
-    only where the problem asks for another form of it. What is offered as a choice is no such expression, nor what is
-    the reference but for its spelling."""
+    """Whether the answer is an expression of the problem with something to carry out; of numbers, only one (no fraction)
+    of which the problem asks for another form. It is none that is a choice, or the reference but for its spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
     if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False

@@ -24,9 +24,8 @@ _NAMES = frozenset(f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hba
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
-_ARGUMENT = regex(  # the one letter in m_pc, but plain x_max
-    r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z\d])"
-)
+# one token, as p in m_pc; but plain x_max
+_ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z\d])")
 _OF_FUNCTIONS = regex(r"\s*\([^()]*(?:sin|cos|tan|ln|log)")  # no argument in \sin x(1+\cos x)
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a closed bracket, but not a choice letter's; 2!3!, 2^{3}3
