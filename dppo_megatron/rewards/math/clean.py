@@ -81,7 +81,7 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
 # pairs: a sign of several characters, and its spelling here
 _WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} : {-} -".split()  # noqa: SIM905
 _RULES = {
-    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
+    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*|(?<=\d)\{\}": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
     r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is money
     r"\\text\{\s*(\\(?:dollars|euros|gbp|yen|rupees) )\s*([\d.,]*)\s*\}": r"\1\2",
@@ -90,17 +90,16 @@ _RULES = {
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
     r"(?<![\w)}])\*\*(?! )([^*]+)(?<! )\*\*(?![\w({\\])|\A\s*`([^`]+)`\s*\Z": r"\1\2",  # bold in Markdown, or code
-    r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
+    r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\]|infinity)": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
-    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
     r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
-    r"\\\{\s*(?=\\begin\{cases\})": "",
-    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # it aligns lines here; before a condition it stays
+    # & aligns lines here; before a condition it stays
+    r"\\\{\s*(?=\\begin\{cases\})|&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",
     # an opening brace before rows, without a closing one
     r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
     r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
@@ -111,7 +110,6 @@ _RULES = {
     r"(?<=\d)\s*x\s*(?=10\s*\^)": "*",
     r"(?<!\\)\\[()\[\]]|\$": " ",
     r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
-    r"(?<=\d)\{\}": "",
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"(?<=\d)\{,\}(?=\d)": ".",  # of a decimal, as thousands have none any more
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
@@ -142,15 +140,14 @@ _RULES = {
     r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
-    r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line
+    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)|\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # a triangle, or a line's name
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
     rf"\b((?i:{'|'.join(sorted(MONTHS))})[\s}}]*(?:\d\d?[\s}}]*)?),(?=\s*(?:\\text\{{\s*)?\d{{4}}\b)": r"\1 ",
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
     rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
     rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
-    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
-    r"\.(?=\s*[\])]\s*$)": "",
+    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z|\.(?=\s*[\])]\s*$)": "",
     # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",

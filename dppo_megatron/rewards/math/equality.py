@@ -4,8 +4,6 @@ percent, tolerance and rounding, parameters by other names.
 - Rational functions (also in pi, e and i) and trees with steps are proved equal modulo a secret prime (`field.py`).
 - Others are compared at secret points, to which no answer can be made to fit: exactly if the values are rational, else
   to 40 digits or more. With variables that usually are whole numbers (n, k, m ...) trees may be equal for those only.
-
-None means undecided, which is not treated as equal.
 """
 
 from __future__ import annotations

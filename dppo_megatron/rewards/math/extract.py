@@ -72,8 +72,6 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
     Example:
         >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
         ('\\\\frac{3}{4}',)
-        >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
-        'the last box is not closed'
     """
     # Only outside `<think>`. If the template prefills that, the completion has only its end.
     text = text.rpartition("</think>")[2].partition("<think>")[0]
@@ -171,12 +169,9 @@ def _stated(tail: str) -> Extraction | None:
 
 
 def _last_equation(tail: str) -> Extraction | None:
-    """The right side of an equation that ends the text as a complete sentence. Derivations end so if the prompt does
-    not ask to mark the answer: `Therefore, the area is $12-2=10$.`
-
-    A text without a full stop may have been cut off, so it gives no answer. Nor do `3x + 4y = 0` and `x = 1, x = 2`,
-    which are answers as a whole.
-    """
+    """The right side of an equation that ends the text as a complete sentence, as derivations do if the prompt does not
+    ask to mark the answer: `Therefore, the area is $12-2=10$.` A text without a full stop may have been cut off, so it
+    gives no answer. Nor do `3x + 4y = 0` and `x = 1, x = 2`, which are answers as a whole."""
     end = _FULL_STOP.search(tail)
     if end and (stated := _CONCLUSION.search(tail[: end.start()])) and not _NOT_A_RESULT.search(stated.group()):
         return _found(stated[1].replace("$", " "), "equation")

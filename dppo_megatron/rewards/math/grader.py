@@ -4,7 +4,7 @@
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final if it understands both sides
 Everything else is 0, with the reason. No clock is used and nothing can hang: a comparison has a limited number of
-operations (`evaluate.WorkLimit`). A text that cannot be read is 0 too; only a bug in the grader is a failed grading.
+operations (`evaluate.WorkLimit`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ def grade_math(
     finish_reason: str = "stop",
     strict: bool = False,
 ) -> Grade:
-    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may have `tolerance`, `unit`
-    and `source`, which decide how its reference is compared. With `strict`, only a box, `<answer>` or `####` marks an
-    answer."""
+    """1.0 if the completion's final answer is the reference, else 0.0. The row's `problem`, `tolerance`, `unit` and
+    `source` decide how they are compared. With `strict`, only a box, `<answer>` or `####` marks an answer."""
     from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
 
     # base models that end by themselves never close the prompt's tag
@@ -186,8 +185,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
 
 
 def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
-    """Whether the answer is an expression of the problem with something to carry out; of numbers, only one (no fraction)
-    of which the problem asks for another form. It is none that is a choice, or the reference but for its spelling."""
+    """Whether the answer is an expression of the problem with something to carry out; of numbers, only one (not of two)
+    of which the problem asks for another form. None is a choice, nor what is the reference but for its spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
     if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False

@@ -101,10 +101,7 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:
-    """The pieces sorted, without empty ones, and with those joined that touch. Unchanged if an end is not a number.
-
-    Example: [0, 1) and [1, 2] become [0, 2].
-    """
+    """The pieces sorted, without empty ones, and [0, 2] for [0, 1) and [1, 2]; unchanged if an end is not a number."""
     rest = complement(spans)
     both = rest and complement(rest)
     return replace(both, name=spans.name) if both else spans

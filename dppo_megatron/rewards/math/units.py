@@ -1,7 +1,7 @@
 """Numbers and units as people write them, read exactly.
 
 Number words are read only if all of a run make one number: `seven or eight`, `one two` and `second` are left as they
-are. Words that are no unit (`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`, `3 at most`).
+are. Words that are no unit (`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`).
 """
 
 from __future__ import annotations
