@@ -25,7 +25,7 @@ from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
-from dppo_megatron.rewards.math.read import read_answer
+from dppo_megatron.rewards.math.read import UNDONE, read_answer
 from dppo_megatron.rewards.math.special import IN_TEXT, plain_words, whole_letters, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, read_unit, stated_digits, with_digits
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _MAX_BOXES = 8  # so many are also compared one by one
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
-_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
@@ -139,7 +138,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return None, "neither equal nor different for certain"
     if isinstance(gold, Words) or theirs is not None:
         return None, "words" if theirs is None else "the reference is not understood"
-    undone = _UNDONE.search(other)
+    undone = UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 

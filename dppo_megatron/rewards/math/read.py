@@ -25,6 +25,7 @@ _SEPARATOR = (
 _ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
 _ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]"
+UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
@@ -104,7 +105,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return answers.Words(text.lower())
     is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
     inner = text[6:-1].strip() if is_text else ""
-    names = re.split(_SEPARATOR, inner)
+    names = re.split(_SEPARATOR, inner or text)
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
     is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
@@ -228,7 +229,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     if "\\approx" in ops and sides[0]:  # the exact side is the answer
         first = ops.index("\\approx")
         sides, ops = sides[: first + 1], ops[:first]
-    if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
+    if not ops or (not sides[0] and ops in (["="], ["\\approx"])) or (ops == ["="] and UNDONE.match(sides[0])):
         return read_answer(sides[-1], depth + 1)
     is_function = "(" in sides[0] or sides[0] in "fgh"
     if ops == ["\\equiv"] and is_function and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
