@@ -44,7 +44,7 @@ _SIGNS = regex(r"\\[A-Za-z]+|[\W_]")  # all but the letters and digits, which ar
 _FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
 _OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
 _REWRITE = regex(
-    r"(?:\b(?i:express|write|convert|factor|round|change)(?: the| number| decimal| fraction| following)*"
+    r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
     r"|factorization of);?:?;?\s*\Z"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
@@ -184,14 +184,16 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
 
 
 def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
-    """Whether the answer is an expression of the problem with something to carry out; of numbers, only one (not of two)
-    of which the problem asks for another form. None is a choice, nor what is the reference but for its spelling."""
+    """Whether the answer is an expression of the problem with something to carry out; or a number, but no reduced
+    fraction, of which it asks for another form. Neither is a choice, nor the reference in another spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
     if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
-    is_simple = bool(parts) and all(part[0] in "nsc*-" for part in parts[parts[0][0] == "/" :])
-    if "frac" in answer if is_simple else ours == node:
+    numbers = [part[1] for part in parts if part[0] == "n"]
+    is_simple = bool(parts) and (":" in answer or (len(numbers) < 2 and all(part[0] in "nsc*-" for part in parts)))
+    reduced = [rf"{number.numerator}\D+{number.denominator}(?!\d)" for number in numbers]
+    if (reduced and re.search(reduced[0], answer)) if is_simple else ours == node:
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
     found = re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![\^*/+!-])", text)
