@@ -33,9 +33,8 @@ _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
 )
 IN_ORDER = regex(  # asked of the answer, not told of the numbers in the problem
-    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?i:list|give|express|write|enter|arrange|order|rank|sort|what are)\b"
-    r"[^.?!]*?\b(?:from (?:the )?\w+st to"
-    r"|(?<!necessarily )in (?:(?:in|de)creasing |(?:a|de)scending |th(?:is|at) )?order(?! to))\b"
+    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?i:list|give|express|write|enter|arrange|order|rank|sort|what are)\b[^.?!]*"
+    r"\b(?:from (?:the )?\w+st to|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't

@@ -187,13 +187,14 @@ def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> boo
     """Whether the answer is an expression of the problem with something to carry out; or a number, but no reduced
     fraction, of which it asks for another form. Neither is a choice, nor the reference in another spelling."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
-    if not isinstance(node, (answers.Value, answers.Relation)) or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
+    if not isinstance(node, (answers.Value, answers.Relation)):
         return False
     parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
     numbers = [part[1] for part in parts if part[0] == "n"]
     is_simple = bool(parts) and (":" in answer or (len(numbers) < 2 and all(part[0] in "nsc*-" for part in parts)))
     reduced = [rf"{number.numerator}\D+{number.denominator}(?!\d)" for number in numbers]
-    if (reduced and re.search(reduced[0], answer)) if is_simple else ours == node:
+    is_final = (reduced and re.search(reduced[0], answer)) if is_simple else ours == node
+    if is_final or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
     found = re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![\^*/+!-])", text)

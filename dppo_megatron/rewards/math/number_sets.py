@@ -41,7 +41,7 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
     for one, relation, two in ((left, op, right), (right, answers.TURNED.get(op, op), left)):
         if one[0] == "s" and not symbols(two):
             return half_line(one[1], relation, two)
-        is_absolute = one[:2] == ("f", "abs") and relation in answers.TURNED and not symbols(two)
+        is_absolute = one[:2] == ("f", "abs") and op in answers.TURNED
         bound = approximate(two, None, WorkLimit(_OPERATIONS)) if is_absolute else None
         if bound is not None and bound >= 0:
             above = _solved(one[2], relation, two)

@@ -224,11 +224,9 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     sides, ops = parts[::2], parts[1::2]
     if not ops:
         return _ratio(text)
-    if ops[:1] == ["\\approx"] and re.fullmatch(_MEMBER, sides[0]):
-        ops[0] = "="
     if "\\approx" in ops and sides[0]:  # the exact side is the answer
-        first = ops.index("\\approx")
-        sides, ops = sides[: first + 1], ops[:first]
+        first = ops.index("\\approx") or int(re.fullmatch(_MEMBER, sides[0]) is not None)  # or that of x \approx 3
+        sides, ops = sides[: first + 1], ["=" if op == "\\approx" else op for op in ops[:first]]
     if not ops or (not sides[0] and ops in (["="], ["\\approx"])) or (ops == ["="] and UNDONE.match(sides[0])):
         return read_answer(sides[-1], depth + 1)
     is_function = "(" in sides[0] or sides[0] in "fgh"

@@ -152,7 +152,6 @@ angle: 1 deg degree
 _ALONE = (
     "percent % pct; radian rad; unit un u; month; year yr*; euro eur; yen jpy; yuan cny rmb; parsec* pc*; mole* mol*;"
     " ohm*; volt* V*; ampere* amp* A*; kelvin K*; celsius coulomb* C*; fahrenheit farad* F*; henry* H*; weber* Wb*"
-    "; rupee rs inr"
 )
 _PREFIXES = "k kilo 3 c centi -2 m milli -3 d deci -1 u micro -6 n nano -9 p pico -12 M mega 6 G giga 9 T tera 12"
 
