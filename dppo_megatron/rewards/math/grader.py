@@ -197,7 +197,7 @@ def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> boo
     if is_final or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
-    found = re.finditer(rf"(?<![\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![\^*/+!-])", text)
+    found = re.finditer(rf"(?<![\d)}}\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![(\^*/+!-])", text)
     before = [text[: one.start()] for one in found]
     return any(_REWRITE.search(part) if is_simple else not _OFFERED.search(part) for part in before)
 
