@@ -58,7 +58,7 @@ _NAME = regex(
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
-_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-|[-\\\d][^(]*[\d}])\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|[-\\\d](?:[^(]*[\d}])?)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
 _PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
 _COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
