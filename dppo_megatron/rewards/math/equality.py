@@ -93,7 +93,7 @@ def _is_branched(node: Node) -> bool:
     if node[0] != "^":
         return node[0] == "f" and node[1] in ("ln", "arcsin", "arccos")
     kind, power = node[2][:2]
-    return kind != "n" or power.denominator != 1
+    return bool(kind != "n" or power.denominator != 1)
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
