@@ -89,7 +89,7 @@ _RULES = {
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
-    r"(?<![\w)}])\*\*(?! )([^*]+)(?<! )\*\*(?![\w({\\])|\A\s*`([^`]+)`\s*\Z": r"\1\2",  # bold in Markdown, or code
+    r"\*\*(?<![\w)}]\*\*)(?! )([^*]+)(?<! )\*\*(?![\w({\\])": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\]|infinity)": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
@@ -147,7 +147,7 @@ _RULES = {
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
     rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
     rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
-    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z|\.(?=\s*[\])]\s*$)": "",
+    r"\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z|\.(?=\s*[\])]\s*$)": "",
     # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
@@ -212,9 +212,9 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 
 def _without_wrapping(text: str) -> str:
-    """Without final punctuation, braces around all of it and a bare trailing backslash."""
+    """Without final punctuation, braces or a code's marks around all of it and a bare trailing backslash."""
     for _ in range(16):
-        shorter = text.strip()
+        shorter = text.strip().strip("`")
         if shorter.endswith((".", ",", ";", ":")) and not re.search(r"\b[ap]\.\s?m\.$", shorter, re.IGNORECASE):
             shorter = shorter[:-1]
         shorter = shorter.rstrip("\\")

@@ -105,7 +105,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return answers.Words(text.lower())
     is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
     inner = text[6:-1].strip() if is_text else ""
-    names = re.split(_SEPARATOR, inner or text)
+    names = re.split(_SEPARATOR, inner or text) if is_text or text[0].isupper() else []
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
     is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
@@ -276,7 +276,7 @@ def _equation(sides: list[str], depth: int) -> Answer:
 def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
-    if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
+    if text[-1] == ")" and (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
         at = read_answer(point["at"], depth + 1)
         if point["name"][0].isalpha():
             return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
