@@ -253,6 +253,7 @@ def test_another_unit_than_is_asked() -> None:
         ("How many degrees is it?", "20", r"20^\circ\text{C}", "21"),
         ("The sides in inches are 3 and 4. Find the area.", "12", r"12 \text{ in}^2", "13"),
         ("How many marbles?", "12", r"12 \text{ in}^2", "13"),
+        ("Find how many gallons it needs. How much does it cost?", "826", r"\$826", "827"),
     ]:
         assert [reward(answer, gold, problem) for answer in (gold, right, wrong)] == [1, 1, 0], problem
     assert reward(r"\theta=45 \text{ rad}", r"\theta=45^\circ") == reward("x=5 km", r"x=5 \text{ m}") == 0

@@ -34,8 +34,8 @@ _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
 _WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
-    r"\b(?i:how many|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
-    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit)((?:(?:square|cubic) )?[a-z]+)"
+    r"\b(?i:how many(?=[^.!]*\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
+    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)((?:(?:square|cubic) )?[a-z]+)"
 )
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
