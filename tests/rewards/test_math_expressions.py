@@ -158,6 +158,10 @@ CASES = [
         wrong=[r"\ln\frac{x^3}{x-1}", r"\ln\frac{3x}{x+1}"],
     ),
     case(r"\ln(x^2)", right=[], wrong=[r"2\ln x"]),
+    case(r"x\sqrt{x}", right=[r"\sqrt{x^3}", "x^{3/2}"], wrong=[r"\sqrt{x^5}", r"-\sqrt{x^3}", r"\sqrt{|x|^3}\sqrt2"]),
+    case(r"\sqrt{x}\sqrt{x-1}", right=[r"\sqrt{x^2-x}"], wrong=[r"\sqrt{x^2-1}", r"\sqrt{x}-\sqrt{x-1}"]),
+    case("|x|", right=[r"\sqrt{x^2}"], wrong=["x", r"\sqrt{x}^2"]),
+    case(r"\sqrt{-3}x", right=[r"i\sqrt3 x"], wrong=[r"\sqrt3 x"]),
     case(r"\ln(-1)", right=[], wrong=[r"\log^{-1}x", r"\ln 1"]),
     # a value that is stated for an integral, a limit or a sum; and a rounded one for a letter
     case(

@@ -2,8 +2,7 @@
 percent, tolerance and rounding, parameters by other names.
 
 - Rational functions (also in pi, e and i) and trees with steps are proved equal modulo a secret prime (`field.py`).
-- Others are compared at secret points, to which no answer can be made to fit: exactly if the values are rational, else
-  to 40 digits or more. With variables that usually are whole numbers (n, k, m ...) trees may be equal for those only.
+- Others are compared at secret points, to which no answer can be made to fit, exactly or to 40 digits or more.
 """
 
 from __future__ import annotations
@@ -74,13 +73,14 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
-    """Compare by values. If two or more variables are negative, a root or logarithm of a product has another branch
-    than the product of roots. Such points are skipped, since roots are usually written for positive numbers; and those
-    where the reference takes the logarithm of a negative number."""
+    """Compare by values, but not where two or more variables are negative, as roots of products and products of roots
+    differ there, nor where the reference takes the root or logarithm of a negative number."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
-    logs = [part[2] for part in walk(gold) if part[:2] == ("f", "ln")]
+    inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln") and symbols(part)]
+    powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
+    inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
-    points = (point for point in points if all((rational(inside, point) or 1) > 0 for inside in logs))
+    points = (point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside))
     outcomes = _outcomes(gold, other, points, work)
     if "different" in outcomes:
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
