@@ -143,6 +143,35 @@ CASES = [
         )
         for gold in ("C_1e^{2x}+C_2e^{-x}", "c_1e^{2x}+c_2e^{-x}")
     ),
+    case("y=Ce^{-3x}+2", right=["y=2+Ae^{-3x}"], wrong=["y=2-3Ae^{-2x}", "y=Ae^{-3x}", "y=Cx+2"]),
+    case("e^x+C", right=["e^x+1+K"], wrong=["Ke^x"]),
+    # the argument of a function, one letter as an index, Euler's number, logarithms of positive numbers
+    case(r"\cos^3 x", right=[r"\cos x(1-\sin^2 x)"], wrong=[r"\cos(x(1-\sin^2 x))", r"\sin x(1-\sin^2 x)"]),
+    case(r"\sin(2(x+1))", right=[r"\sin 2(x+1)"], wrong=[r"(x+1)\sin 2"]),
+    case(r"m_{p} c^{2}", right=["m_pc^2", "c^2m_p"], wrong=["m_{pc}^2", "m_cp^2"]),
+    case("x_{max}", right=["x_max"], wrong=["x_mac"]),
+    case(r"2-\frac{5}{e}", right=[r"\frac{2e-5}{e}"], wrong=[r"\frac{2e+5}{e}"]),
+    case("0.00002", right=["2e-5", "2E-5"], wrong=["2e-4", "-2e-5"]),
+    case(
+        r"3\ln x-\ln(x+1)",
+        right=[r"\ln\frac{x^3}{x+1}", r"\ln(x^3)-\ln(x+1)"],
+        wrong=[r"\ln\frac{x^3}{x-1}", r"\ln\frac{3x}{x+1}"],
+    ),
+    case(r"\ln(x^2)", right=[], wrong=[r"2\ln x"]),
+    case(r"x\sqrt{x}", right=[r"\sqrt{x^3}", "x^{3/2}"], wrong=[r"\sqrt{x^5}", r"-\sqrt{x^3}", r"\sqrt{|x|^3}\sqrt2"]),
+    case(r"\sqrt{x}\sqrt{x-1}", right=[r"\sqrt{x^2-x}"], wrong=[r"\sqrt{x^2-1}", r"\sqrt{x}-\sqrt{x-1}"]),
+    case("|x|", right=[r"\sqrt{x^2}"], wrong=["x", r"\sqrt{x}^2"]),
+    case(r"\sqrt{-3}x", right=[r"i\sqrt3 x"], wrong=[r"\sqrt3 x"]),
+    case(r"\ln(-1)", right=[], wrong=[r"\log^{-1}x", r"\ln 1"]),
+    # a value that is stated for an integral, a limit or a sum; and a rounded one for a letter
+    case(
+        r"\frac{\pi}{4}",
+        right=[r"\int_0^1\frac{dx}{1+x^2}=\frac{\pi}{4}", r"\lim_{n\to\infty} a_n = \frac{\pi}{4}"],
+        wrong=[r"\int_0^1\frac{dx}{1+x^2}=\frac{\pi}{2}", r"\int_0^1\frac{dx}{1+x^2}"],
+    ),
+    case("3.14", right=[r"x \approx 3.14"], wrong=[r"x \approx 3.15"]),
+    case(r"\frac{22}{7}", right=[r"x=\frac{22}{7}\approx 3.14"], wrong=[r"x\approx 3.14"]),
+    case(r"(-\sqrt2,\sqrt2)", right=[r"|x|<\sqrt2"], wrong=[r"|x|>\sqrt2", r"|x|<\sqrt3", r"|x|\le\sqrt2"]),
     case("ax^2+bx+c", right=["c+bx+ax^2"], wrong=["ax^2+bx+C", "ax^2+bx+k"]),
     case("a+b+c", right=["c+b+a"], wrong=["a+b+C"]),
 ]

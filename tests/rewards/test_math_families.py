@@ -165,3 +165,104 @@ CASES = [
 def test_one_of_each_kind() -> None:
     """By hand, where a family has few members."""
     check(CASES)
+
+
+REPEATED = [
+    (r"Compute $\binom{11}{2}$.", "55", r"\binom{11}{2}"),
+    ("Compute 2^{10}.", "1024", "2^{10}"),
+    (r"What is $\log_2 8$?", "3", r"\log_2 8"),
+    (r"Find $|3+4i|$.", "5", "|3+4i|"),
+    (r"Compute $\sum_{k=1}^{99} k$.", "4950", r"\sum_{k=1}^{99} k"),
+    (r"Evaluate $\sqrt{50}\cdot\sqrt{2}+4$.", "14", r"\sqrt{50} \cdot \sqrt{2} + 4"),
+    (r"Compute $99\times 99$.", "9801", r"99 \times 99"),
+    (r"Find \[\frac{\frac{2}{5}}{\frac37}.\]", r"\frac{14}{15}", r"\dfrac{\frac{2}{5}}{\frac37}"),
+    ("Solve $2x+1=7$.", "x=3", "2x+1=7"),
+    ("If $y=50^2-49^2$, find $y$.", "99", "50^2-49^2"),
+    ("Factor x^2+x-6 completely.", "(x-2)(x+3)", "x^2+x-6"),
+    (r"Expand $\left(x+5\right)^2$.", "x^2+10x+25", "(x+5)^2"),
+    (r"Express $0.\overline{123}$ as a common fraction.", r"\frac{41}{333}", r"0.\overline{123}"),
+    ("Write 0.75 as a common fraction.", r"\frac34", "0.75"),
+    (r"Simplify $\frac{16}{20}$.", r"\frac45", r"\frac{16}{20}"),
+    ("Write the prime factorization of 360.", r"2^3 \cdot 3^2 \cdot 5", "360"),
+]
+
+
+@pytest.mark.parametrize(("problem", "gold", "answer"), REPEATED)
+def test_an_expression_of_the_problem_is_to_be_carried_out(problem: str, gold: str, answer: str) -> None:
+    """It is right for another problem, and beside its value; the reference's own text is always right."""
+    grade = grade_math(f"\\boxed{{{answer}}}", gold, {"problem": problem})
+    assert (grade.reward, grade.why) == (0.0, "repeats the problem")
+    assert reward(answer, gold) == reward(answer, gold, "What is it?") == reward(gold, gold, problem) == 1.0
+    assert reward(answer, answer, problem) == 1.0
+
+
+def test_what_the_problem_has_may_be_the_answer() -> None:
+    """A number of which no other form is asked, a reduced fraction, another tree of the same text, a part of a longer
+    expression, a choice, an interval."""
+    given = r"Here $\sin B = \frac{4}{7}$, $AB = 2\sqrt3$, $t = 0.5$, the ratio is $3:4$ and $x > 0$. Find it."
+    for gold, answer in [
+        (r"\frac47", r"\frac{4}{7}"),
+        (r"2\sqrt{3}", r"2\sqrt3"),
+        (r"\frac12", "0.5"),
+        ("0.75", "3:4"),
+        (r"(0,\infty)", "x > 0"),
+    ]:
+        assert reward(answer, gold, given) == 1.0, answer
+    assert reward(r"\frac{57}{160}", "0.35625", r"Convert $\frac{57}{160}$ to a decimal.") == 1.0
+    assert reward("(x+1)^2", "x^2+2x+1", "Find $2(x+1)^2$ and half of it.") == 1.0
+    assert reward("x^2+1", "1+x^2", r"Let $f(x)=\sqrt{x^2+1}$. Find $f(x)^2$.") == 1.0
+    options = r"Which is $2^{10}+1$? (A) $2^5+1$ (B) $2^{10}+1$"
+    assert reward("2^5+1", "33", r"What is it? (A) $2^4+1$ (B) $2^5+1$") == 1.0 > reward("2^{10}+1", "1025", options)
+
+
+def test_an_order_is_kept_where_it_is_asked() -> None:
+    """Of the answer; not where the problem tells of an order."""
+    asked = [
+        "List the roots in increasing order.",
+        "Find all roots. Express your answers separated by commas and in increasing order.",
+        "What are the integers in increasing order?",
+        "Give $a$, $b$ and $c$ in this order.",
+        "Arrange in order the roots.",
+        "Order them from least to greatest.",
+    ]
+    told = [
+        "The roots in increasing order are a, b, c. Find them.",
+        "Enter $a, b, c$, not necessarily in that order.",
+        "Give all roots, in order to find the sum.",
+        "Find all triples.",
+        "",
+    ]
+    for problem in asked:
+        assert [reward(answer, "1,2,3", problem) for answer in ("1, 2, 3", "3, 2, 1")] == [1, 0], problem
+        assert [reward(answer, "C, A, B", problem) for answer in ("C, A, B", "A, B, C")] == [1, 0], problem
+        assert reward("b=2, a=1", "a=1, b=2", problem) == reward(r"\{3,1,2\}", r"\{1,2,3\}", problem) == 1
+    for problem in told:
+        assert reward("3, 2, 1", "1,2,3", problem) == reward("A, B, C", "C, A, B", problem) == 1, problem
+
+
+def test_another_unit_than_is_asked() -> None:
+    """The same number of what measures something else is wrong; a part of what is asked, or another mention, is not."""
+    for problem, gold, right, wrong in [
+        ("How old is Tom now, in years?", "30", r"30 \text{ years}", r"30 \text{ months}"),
+        ("What is its area in square inches?", "36", r"36 \text{ in}^2", r"36 \text{ in}^3"),
+        ("How many cubic centimeters are there?", "1200", r"1200 \text{ mL}", r"1200 \text{ cm}^2"),
+        ("By what percent did it rise?", "150", r"150\%", r"150 \text{ dollars}"),
+        ("Compute the time in years, to two places.", "8.85", "8.85 years", "8.85 months"),
+        ("How many inches of rain fall?", "2", r"2 \text{ inches per hour}", r"2 \text{ hours}"),
+        ("How many pounds did he pay?", "5", "£5", r"5 \text{ kg}^2, 1"),
+        ("How many degrees is it?", "20", r"20^\circ\text{C}", "21"),
+        ("The sides in inches are 3 and 4. Find the area.", "12", r"12 \text{ in}^2", "13"),
+        ("How many marbles?", "12", r"12 \text{ in}^2", "13"),
+        ("Find how many gallons it needs. How much does it cost?", "826", r"\$826", "827"),
+    ]:
+        assert [reward(answer, gold, problem) for answer in (gold, right, wrong)] == [1, 1, 0], problem
+    assert reward(r"\theta=45 \text{ rad}", r"\theta=45^\circ") == reward("x=5 km", r"x=5 \text{ m}") == 0
+    assert reward("x=5000 m", r"x=5 \text{ km}") == 1
+
+
+def test_digits_without_the_base_that_the_problem_names() -> None:
+    """Only the reference's digits, and not where another base is named."""
+    for problem in ("Express $117_{10}$ in base 5.", "Write it in base five.", "In base $5$, what is it?"):
+        assert [reward(answer, "432_5", problem) for answer in ("432", "117", "4320")] == [1, 0, 0]
+    assert reward("2a", "2A_{16}", "Convert 42 to base 16.") == 1
+    assert reward("432", "432_5", "Write it in base 7.") == reward("432", "432_5") == 0

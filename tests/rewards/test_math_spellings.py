@@ -85,3 +85,28 @@ def test_a_choice_with_its_value() -> None:
     problem = {"problem": "Which curve? (A) hyperbola (B) circle (C) ellipse"}
     check(case("C", [r"\text{(C) ellipse}", "c"], [r"\text{(C) circle}", r"\text{(C) is wrong}"], problem))
     check(case("A, C", ["AC", "A C", "(A) and (C)", "a, c"], ["A or C", "ABC", "A"]))
+
+
+def test_signs_that_chats_and_other_countries_write() -> None:
+    """Decimal commas, signs of currencies and angles, bold type within a sentence, code, names without \\text."""
+    check(
+        case("3{,}5", ["3.5", r"\frac72", "3,5"], ["35", "3.6"])
+        + case("0,25", ["0.25", "0{,}25"], ["25"])
+        + case("14{,}916", ["14916"], ["14.916"])
+        + case(r"75\text{ cents}", ["75¢"], ["75€"])
+        + case("64000", ["₹64000"], ["₹6400"])
+        + case(r"-\frac{3}{2}", [r"{-}\frac{3}{2}"], [r"{-}\frac{2}{3}"])
+        + case("48^\\circ 12' 36''", ["48°12'36\"", r"48.21^\circ"], ["48°12'35\""])
+        + case(r"20^\circ\text{C}", ["20 °C"], ["20 °F"])
+        + case("yes", ["**Yes**, it is possible"], ["**No**, it is not"])
+        + case("17", ["So the value is **17**.", "`17`"], ["So the value is **18**.", "`18`"])
+        + case("2^3*4^2", ["2**3*4**2", "2 ** 3 * 4 ** 2"], ["64"])
+        + case(r"\text{Alice, Bob}", ["Alice, Bob", "Bob and Alice"], ["Alice, Eve"])
+        + case("n=4", [r"n_{\min}=4", "n_{max}=4"], ["n_{1}=4", r"m_{\min}=4"])
+        + case(r"\angle A=50^\circ", [r"A=50^\circ"], [r"B=50^\circ"])
+        + case("A(0,0), B(3,0), C(0,4)", ["A=(0,0), B=(3,0), C=(0,4)", "A(0,0), B(3,0) and C(0,4)"], ["C(0,4)"])
+        + case(r"\left(\frac23,\frac23,\frac13\right)", [r"\frac13(2,2,1)", r"\frac{1}{3}(2,2,1)"], ["3(2,2,1)"])
+        + case("(-2,4)", ["2(-1,2)", "-2(1,-2)"], ["-2(1,2)", "2(2,-1)"])
+        + case(r"\text{The lines are parallel.}", ["parallel"], ["perpendicular", "lines"])
+        + case(r"0.5 \text{ J}", ["0.5 N·m"], ["0.5 N·s"]),
+    )

@@ -42,8 +42,7 @@ class AnswerList:
 
     kind: Literal["list", "tuple", "set", "cases", "ratio", "grid"]
     items: tuple[Answer, ...]
-    signs: bool = field(default=False, compare=False)
-    """The list was written with a plus-minus sign or `or`, so it is never equal to a tuple."""
+    signs: bool = field(default=False, compare=False)  # it was written with plus-minus or `or`: it is no tuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,7 @@ class Intervals:
     """A union of intervals; points are closed intervals of no length."""
 
     pieces: tuple[Piece, ...]
-    name: str = ""
-    """The variable, if it is stated."""
+    name: str = ""  # the variable, if it is stated
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
-€ \euros £ \gbp ¥ \yen
+€ \euros £ \gbp ¥ \yen ₹ \rupees ¢ \text{cents}
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -51,36 +51,23 @@ _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
     " blacksquare square qed Box quad qquad thinspace enspace medspace",
-    "\\dollars ": "textdollar dollar",
-    "\\gbp ": "pounds",
-    "\\euros ": "euro",
     "\\frac": "dfrac tfrac cfrac sfrac nicefrac",
     "\\binom": "dbinom tbinom",
-    "\\le ": "leqslant leqq leq",
-    "\\ge ": "geqslant geqq geq",
-    "\\ne ": "neq",
     " * ": "cdot ast cdotp",
     "|": "lvert rvert vert mid",
-    "\\{": "lbrace",
-    "\\}": "rbrace",
-    "\\emptyset ": "varnothing empty",
-    "\\cup ": "sqcup cupdot bigcup",
-    "\\setminus ": "backslash",
-    "\\ldots ": "dots cdots dotsb dotsc",
-    "\\degree ": "degrees textcirc textdegree",
-    "\\mapsto ": "longmapsto",
     "\\mathbb{R}": "R reals",
-    "\\overline ": "bar",
-    "\\hat ": "widehat",
-    "\\vec ": "overrightarrow",
-    " i": "imath",
-    " j": "jmath",
-    " T": "top",
-    "'": "prime",
 }
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
-_ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle"
-_MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()", strict=True)
+_RENAMED = (
+    "dollars: textdollar dollar; gbp: pounds; euros: euro; le: leqslant leqq leq; ge: geqslant geqq geq; ne: neq"
+    "; emptyset: varnothing empty; cup: sqcup cupdot bigcup; setminus: backslash; ldots: dots cdots dotsb dotsc"
+    "; degree: degrees textcirc textdegree; mapsto: longmapsto; overline: bar; hat: widehat; vec: overrightarrow"
+)
+for _by, _names in (row.split(":") for row in _RENAMED.split("; ")):
+    _MACROS |= dict.fromkeys(_names.split(), f"\\{_by} ")
+_ONE_SIGN = "lt gt eq div percent lbrack rbrack colon langle rangle prime"
+_MACROS |= zip(_ONE_SIGN.split(), "<>=/%[]:()'", strict=True)
+_MACROS |= {"lbrace": r"\{", "rbrace": r"\}", "imath": " i", "jmath": " j", "top": " T"}
 _MACROS |= {f"var{name}": f"\\{name} " for name in ("epsilon", "theta", "phi", "rho", "pi", "sigma", "kappa")}
 _MACRO = regex(r"\\([A-Za-z]+)")
 _VECTOR = regex(r"\\(?:vec|hat|nabla)(?![A-Za-z])|\\(?:mathbf|boldsymbol|bm)\s*\{?\s*[a-z](?![A-Za-z])")
@@ -92,28 +79,27 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
 # pairs: a sign of several characters, and its spelling here
-_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} :".split()  # noqa: SIM905
+_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} : {-} -".split()  # noqa: SIM905
 _RULES = {
-    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*": "",
+    r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*|(?<=\d)\{\}": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
     r"(?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)|(?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",  # $75 is money
-    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen) )\s*([\d.,]*)\s*\}": r"\1\2",
+    r"\\text\{\s*(\\(?:dollars|euros|gbp|yen|rupees) )\s*([\d.,]*)\s*\}": r"\1\2",
     # {\rm cm} and {5 \over 6}, in plain TeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"(?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"(?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
-    r"\A\s*\*\*([^*]+)\*\*\s*\Z": r"\1",  # bold in Markdown
-    r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])": "-",
+    r"\*\*(?<![\w)}]\*\*)(?! )([^*]+)(?<! )\*\*(?![\w({\\])": r"\1",  # bold in Markdown
+    r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\]|infinity)": "-",
     r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
     # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
     r"(?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
     rf"(?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
     r"(?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
-    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)": "",
     r"\+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
     r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
-    r"\\\{\s*(?=\\begin\{cases\})": "",
-    r"&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",  # it aligns lines here; before a condition it stays
+    # & aligns lines here; before a condition it stays
+    r"\\\{\s*(?=\\begin\{cases\})|&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",
     # an opening brace before rows, without a closing one
     r"(?s)\\\{\s*\\begin\s*\{(array|matrix)\}(?!.*\\\})\s*"
     r"(?:\{(?:[lcr| ]|\*\{\d+\}\{[lcr]\})*\})?(.*?)\\end\s*\{\1\}": r"\\begin{cases}\2\\end{cases}",
@@ -124,45 +110,44 @@ _RULES = {
     r"(?<=\d)\s*x\s*(?=10\s*\^)": "*",
     r"(?<!\\)\\[()\[\]]|\$": " ",
     r"(?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
-    r"(?<=\d)\{\}": "",
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
+    r"(?<=\d)\{,\}(?=\d)": ".",  # of a decimal, as thousands have none any more
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
     r"\\not\s*=": r"\\ne ",
     r"\^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
     r"\^?\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\(?:circ|degree)|(?<=\d)\\circ)(?![A-Za-z])": r"\\degree ",
-    r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*'')?": r"(\1+\2/60+0\3/3600)\\degree ",
+    r"(?<!\d)(\d{1,4})\s*\\degree\s*(\d+)\s*'(?:\s*(\d+)\s*(?:''|\"))?": r"(\1+\2/60+0\3/3600)\\degree ",
     r"\\(?:mathbb|Bbb)\s*(?:\{\s*([RZNQ])\s*\}|([RZNQ])(?![A-Za-z]))": r"\\mathbb{\1\2}",
-    r"\\degree\s*\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}": r"\\text{ \1}",
+    r"\\degree\s*(?:\\(?:text|mathrm|rm)\s*\{\s*([CF])\s*\}|([CF])(?!\w))": r"\\text{ \1\2}",
     # fonts: of a unit after a number, of a letter, of a function, else of text
     r"(?<=[\d}])\s*\\(?:mathrm|rm)\s*\{\s*([msghlLNJWVAKCF])\s*\}": r"\\text{ \1}",
     r"\\(?:mathbf|boldsymbol|bm|pmb|vec)\s*(?:\{\s*([ijk])\s*\}|\s([ijk])(?![A-Za-z]))": r"\\hat{\1\2}",  # unit vectors
     rf"\\{_FONT}\s*\{{\s*([A-Za-z])\s*\}}": r" \1",
     r"(?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
-    r"(?<![\w\\])C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
+    r"(?<![\w\\])(?<!\), )(?<!\),)(?<!\) and )C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"(?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
-    rf"\\{_FONT}\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|lcm|gcd|max|min)\s*\}}": r"\\\1 ",
-    rf"\\(?:{_FONT}|{_TEXT})\s*\{{\s*cis\s*\}}": r"\\cis ",
+    rf"\\(?:{_FONT}|{_TEXT}(?!\s*\{{\s*(?:sec|max|min)))\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|cis"
+    r"|lcm|gcd|max|min)\s*\}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
     # cm^{2} inside \text, and a fraction of two units
     r"\\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",
     r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"(\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
-    r"\\text\{\s*([,;])\s*\}": r"\1 ",
+    r"\\text\{\s*([,;:])\s*\}": r"\1 ",
     r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
     r"(?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
     r"(?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
-    r"\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # the name of a line
+    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)|\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # a triangle, or a line's name
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
     rf"\b((?i:{'|'.join(sorted(MONTHS))})[\s}}]*(?:\d\d?[\s}}]*)?),(?=\s*(?:\\text\{{\s*)?\d{{4}}\b)": r"\1 ",
     r"\\text\{([^{},;]+?)\s+(and|or)\s*\}": r"\\text{\1} \\text{ \2 }",
     rf"\A\\text\{{\s*(?:(?:{_FILLER}|an?)\s+)*(?:{_FILLER}|an?(?=\s)|{_NOUN})\s*\}}\s*(?=[^\s.,;:=<>])": "",
     rf"\A(\\text\{{\s*)?(?:{_FILLER}\s+)+(?:{_NOUN}\s+)?(?=[-\d\\(]|[a-z]\s*=)": r"\1",
-    r",? ?\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z": "",
-    r"\.(?=\s*[\])]\s*$)": "",
+    r"\\text\{\s*only\s*\}\Z|(?<=[\d)}]) only\Z|\.(?=\s*[\])]\s*$)": "",
     # ]1, 2[ is (1, 2)
     r"(\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
@@ -227,9 +212,9 @@ def _as_fraction(repeating: re.Match[str]) -> str:
 
 
 def _without_wrapping(text: str) -> str:
-    """Without final punctuation, braces around all of it and a bare trailing backslash."""
+    """Without final punctuation, braces or a code's marks around all of it and a bare trailing backslash."""
     for _ in range(16):
-        shorter = text.strip()
+        shorter = text.strip().strip("`")
         if shorter.endswith((".", ",", ";", ":")) and not re.search(r"\b[ap]\.\s?m\.$", shorter, re.IGNORECASE):
             shorter = shorter[:-1]
         shorter = shorter.rstrip("\\")

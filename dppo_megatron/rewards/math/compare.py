@@ -24,13 +24,17 @@ _NUMBERED = regex(
 _RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
 _EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
-_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z")
-_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{2,4})\|?")
+_COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z|_\\?(?:min|max)\Z")
+_FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{1,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
 _SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
 _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
+)
+IN_ORDER = regex(  # asked of the answer, not told of the numbers in the problem
+    r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?i:list|give|express|write|enter|arrange|order|rank|sort|what are)\b[^.?!]*"
+    r"\b(?:from (?:the )?\w+st to|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
@@ -116,7 +120,7 @@ def _with_variables(other: Named, gold: Named) -> Named:
 def _relation(answer: Answer) -> answers.Relation | None:
     if isinstance(answer, answers.Relation):
         return answer
-    if isinstance(answer, Named) and answer.left is not None and isinstance(answer.value, Value):
+    if isinstance(answer, Named) and answer.left and isinstance(answer.value, Value) and not answer.value.unit:
         return answers.Relation((answer.left, answer.value.node), ("=",))
     return None
 
@@ -186,7 +190,8 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
-    if kinds & {"tuple", "ratio", "grid"} or (is_labelled and kinds == {"list"}):
+    in_order = is_labelled or (IN_ORDER.search(rules.problem) and not gold.signs | other.signs)
+    if kinds & {"tuple", "ratio", "grid"} or (in_order and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
         bare = _as_named(items, ()), _as_named(others, ())
@@ -319,7 +324,8 @@ def _as_grid(answer: Answer, like: AnswerList) -> Answer:
 
 def _words(gold: Any, other: Any, rules: Rules) -> bool:
     are_words = isinstance(gold, answers.Words) and isinstance(other, answers.Words)
-    return are_words and (_folded(gold.text) == _folded(other.text) or _answers(gold.text, other.text))
+    one, two = (side.text for side in (gold, other)) if are_words else ("", "")
+    return are_words and (_folded(one) == _folded(two) or _answers(one, two) or _answers(two, one))
 
 
 def _folded(text: str) -> str:

@@ -2,10 +2,7 @@
 percent, tolerance and rounding, parameters by other names.
 
 - Rational functions (also in pi, e and i) and trees with steps are proved equal modulo a secret prime (`field.py`).
-- Others are compared at secret points, to which no answer can be made to fit: exactly if the values are rational, else
-  to 40 digits or more. With variables that usually are whole numbers (n, k, m ...) trees may be equal for those only.
-
-None means undecided, which is not treated as equal.
+- Others are compared at secret points, to which no answer can be made to fit, exactly or to 40 digits or more.
 """
 
 from __future__ import annotations
@@ -35,6 +32,10 @@ _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its o
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
 _ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
+_WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
+    r"\b(?i:how many(?=[^.!]*\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
+    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)((?:(?:square|cubic) )?[a-z]+)"
+)
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
@@ -72,12 +73,16 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
-    """Compare by values. If two or more variables are negative, a root or logarithm of a product has another branch
-    than the product of roots. Such points are skipped, since roots are usually written for positive numbers."""
+    """Compare by values, but not where two or more variables are negative, as roots of products and products of roots
+    differ there, nor where the reference takes the root or logarithm of a negative number."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
+    inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln") and symbols(part)]
+    powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
+    inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
     points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
+    points = (point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside))
     outcomes = _outcomes(gold, other, points, work)
-    if outcomes[-1] == "different":
+    if "different" in outcomes:
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
         return True
@@ -87,9 +92,8 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
 def _is_branched(node: Node) -> bool:
     if node[0] != "^":
         return node[0] == "f" and node[1] in ("ln", "arcsin", "arccos")
-    (kind, power), base = node[2][:2], node[1]
-    is_absolute = kind == "n" and base[0] == "^" and base[2] == ("n", 1 / power)
-    return not is_absolute and (kind != "n" or power.denominator != 1)
+    kind, power = node[2][:2]
+    return bool(kind != "n" or power.denominator != 1)
 
 
 def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
@@ -218,22 +222,15 @@ def _value(at: Evaluation, node: Node) -> Any:
 class Rules:
     """How a reference is compared, by its row or by the digits of both sides."""
 
-    tolerances: tuple[Fraction, ...] = ()
-    """Largest absolute errors: one for each item, or one for all."""
-    unit: Unit | None = None
-    """The reference's unit, if it does not state one itself."""
+    tolerances: tuple[Fraction, ...] = ()  # largest absolute errors: one for each item, or one for all
+    unit: Unit | None = None  # the reference's, if it does not state one itself
+    # 1 in the last digit of a rounded reference; if `is_exact`, for answers only that no decimal equals
     last_place: Fraction = Fraction(0)
-    """The value of 1 in the last digit of a rounded reference. If `is_exact`, it is not known to be rounded, and this
-    is used only for answers that no decimal equals."""
     is_exact: bool = True
-    their_last_place: Fraction = Fraction(0)
-    """The same for an answer that is a decimal of twelve digits or more, at most in the fifteenth digit."""
-    wholes: frozenset[str] = frozenset()
-    """Letters of the reference that stand for any whole number."""
-    problem: str = ""
-    """Its letters have a meaning: none of them is a parameter."""
-    work: WorkLimit = field(default_factory=WorkLimit, compare=False)
-    """Operations that are left for all comparisons of the grading."""
+    their_last_place: Fraction = Fraction(0)  # of a decimal of twelve digits or more, at most in the fifteenth digit
+    wholes: frozenset[str] = frozenset()  # letters of the reference that stand for any whole number
+    problem: str = ""  # its letters have a meaning: none of them is a parameter
+    work: WorkLimit = field(default_factory=WorkLimit, compare=False)  # left for all comparisons of the grading
 
     def item(self, index: int) -> Rules:
         """The rules for one item of a list."""
@@ -268,10 +265,15 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
 
 def _asked(problem: str, unit: Unit) -> Unit | None:
     """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
-    another."""
-    units = map(read_unit, _ASKED.findall(problem) if unit.dimension else ())
-    asked = {named.factor: named for named in units if named is not None and named.dimension == unit.dimension}
-    return asked.popitem()[1] if len(asked) == 1 and unit.factor not in asked else None
+    another; or what it asks for, if that is something else: years, not months."""
+    if not problem or not unit.dimension:
+        return None
+    asked, wanted = ([*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED))
+    alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
+    if alike:
+        return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None
+    others = {named.dimension: named for named in wanted if named is not None and named.dimension}
+    return None if others.keys() & {*unit.dimension.split()} else next(iter(others.values()), None)
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
@@ -385,8 +387,7 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
         difference: Node = ("+", start, ("-", other_start))
         elsewhere = substituted(difference, {name: ("s", f"{name}'") for name in symbols(difference) - _GIVEN})
-        if same(start, none, work):
-            if any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
-                yield {name: constant}
-        elif same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
+        if same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
             yield {name: ("+", constant, difference)}
+        elif any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
+            yield {name: constant}

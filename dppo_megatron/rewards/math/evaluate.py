@@ -92,8 +92,8 @@ class Evaluation:
     def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
         self.values, self.work = dict(values), work
         self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
+        # relative to the terms: values that differ by less may be equal, with 20 digits for rounding errors
         self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
-        """Relative to the terms: values that differ by less may be equal. 20 digits are left for rounding errors."""
         self.has_branch = False  # a root or logarithm of a number that is not positive was taken: it has several values
         self.largest: Any = 0  # term of all sums, by which a difference of nearly equal ones is judged
         self.bits = 0  # length of the longest fraction that was rounded

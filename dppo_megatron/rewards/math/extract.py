@@ -16,12 +16,9 @@ _MAX_CHARS = 4000  # of an answer: no reference is as long, and parsing takes mo
 class Extraction(NamedTuple):
     """The final answer of a completion, or why there is none."""
 
-    parts: tuple[str, ...]
-    """The final answer; several for boxes side by side (`\\boxed{1}` and `\\boxed{2}`); empty if there is none."""
-    mark: str = ""
-    """`box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer."""
-    why: str = ""
-    """Why there is no answer."""
+    parts: tuple[str, ...]  # several for boxes side by side (`\boxed{1}` and `\boxed{2}`); empty if there is none
+    mark: str = ""  # `box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer
+    why: str = ""  # there is no answer
 
 
 _BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # also \\boxed, in texts that were escaped twice
@@ -75,8 +72,6 @@ def extract(text: str, *, strict: bool = False) -> Extraction:
     Example:
         >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
         ('\\\\frac{3}{4}',)
-        >>> extract("so \\\\boxed{3} and then \\\\boxed{4").why
-        'the last box is not closed'
     """
     # Only outside `<think>`. If the template prefills that, the completion has only its end.
     text = text.rpartition("</think>")[2].partition("<think>")[0]
@@ -174,12 +169,9 @@ def _stated(tail: str) -> Extraction | None:
 
 
 def _last_equation(tail: str) -> Extraction | None:
-    """The right side of an equation that ends the text as a complete sentence. Derivations end so if the prompt does
-    not ask to mark the answer: `Therefore, the area is $12-2=10$.`
-
-    A text without a full stop may have been cut off, so it gives no answer. Nor do `3x + 4y = 0` and `x = 1, x = 2`,
-    which are answers as a whole.
-    """
+    """The right side of an equation that ends the text as a complete sentence, as derivations do if the prompt does not
+    ask to mark the answer: `Therefore, the area is $12-2=10$.` A text without a full stop may have been cut off, so it
+    gives no answer. Nor do `3x + 4y = 0` and `x = 1, x = 2`, which are answers as a whole."""
     end = _FULL_STOP.search(tail)
     if end and (stated := _CONCLUSION.search(tail[: end.start()])) and not _NOT_A_RESULT.search(stated.group()):
         return _found(stated[1].replace("$", " "), "equation")

@@ -4,7 +4,7 @@
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final if it understands both sides
 Everything else is 0, with the reason. No clock is used and nothing can hang: a comparison has a limited number of
-operations (`evaluate.WorkLimit`). A text that cannot be read is 0 too; only a bug in the grader is a failed grading.
+operations (`evaluate.WorkLimit`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from dppo_megatron.rewards.math import regex
+from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
-from dppo_megatron.rewards.math.compare import equal, letters
+from dppo_megatron.rewards.math.compare import IN_ORDER, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
-from dppo_megatron.rewards.math.read import read_answer
+from dppo_megatron.rewards.math.read import UNDONE, read_answer
 from dppo_megatron.rewards.math.special import IN_TEXT, plain_words, whole_letters, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, read_unit, stated_digits, with_digits
 
@@ -34,14 +34,18 @@ if TYPE_CHECKING:
 
 _MAX_BOXES = 8  # so many are also compared one by one
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
-_UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_OPPOSITES = "odd even,yes no,true false,increasing decreasing,convergent divergent,possible impossible"
-_OPPOSITES += ",rational irrational,acute obtuse right"
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
     r"(?P<value>(?!.*\([A-J]\)).*)"
+)
+_SIGNS = regex(r"\\[A-Za-z]+|[\W_]")  # all but the letters and digits, which are the same in any spelling
+_FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
+_OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
+_REWRITE = regex(
+    r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
+    r"|factorization of);?:?;?\s*\Z"
 )
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
@@ -56,9 +60,8 @@ def grade_math(
     finish_reason: str = "stop",
     strict: bool = False,
 ) -> Grade:
-    """1.0 if the completion's final answer is the reference, else 0.0. The problem's row may have `tolerance`, `unit`
-    and `source`, which decide how its reference is compared. With `strict`, only a box, `<answer>` or `####` marks an
-    answer."""
+    """1.0 if the completion's final answer is the reference, else 0.0. The row's `problem`, `tolerance`, `unit` and
+    `source` decide how they are compared. With `strict`, only a box, `<answer>` or `####` marks an answer."""
     from dppo_megatron.types import Grade  # here, since it would add 15 ms to the grader's import
 
     # base models that end by themselves never close the prompt's tag
@@ -78,11 +81,7 @@ def grade_math(
     return Grade(float(verdict is True), text, why, facts)
 
 
-def grade_math_boxed(
-    completion: str, answer: str, row: Mapping[str, Any], *, prompt: str = "", finish_reason: str = "stop"
-) -> Grade:
-    """As `grade_math`, if it is strict: for rewards that also teach the format."""
-    return grade_math(completion, answer, row, prompt=prompt, finish_reason=finish_reason, strict=True)
+grade_math_boxed = functools.partial(grade_math, strict=True)  # for rewards that also teach the format
 
 
 def is_read(answer: str) -> bool:
@@ -132,12 +131,14 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
+        if is_right and problem and _is_repeated(text, gold, theirs, problem):
+            return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
             return is_right, gold.kind if isinstance(gold, AnswerList) else type(gold).__name__.lower()
         return None, "neither equal nor different for certain"
     if isinstance(gold, Words) or theirs is not None:
         return None, "words" if theirs is None else "the reference is not understood"
-    undone = _UNDONE.search(other)
+    undone = UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
 
 
@@ -152,7 +153,7 @@ def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None
     if gold is not None and theirs is not None and _count(gold) != _count(theirs):
         theirs = _respelled(other, theirs, _count(gold), stated_digits(reference)[0] > 0)
         if _count(gold) != _count(theirs):
-            gold = _respelled(reference, gold, _count(theirs), is_gold=True)
+            gold = _respelled(reference, gold, _count(theirs), stated_digits(other)[0] > 0, is_gold=True)
     return gold, theirs, unread
 
 
@@ -182,18 +183,36 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
     return answer
 
 
-def _states(gold: str, other: str, problem: str) -> bool:
-    """Whether a reference that is a sentence states the short answer: a word of which it does not also name the
-    opposite, or, for a question of who or which, the word that it begins with."""
-    words = gold.split()
-    if len(words) < 3 or not DOUBTS.isdisjoint(words):
+def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
+    """Whether the answer is an expression of the problem with something to carry out; or a number, but no reduced
+    fraction, of which it asks for another form. Neither is a choice, nor the reference in another spelling."""
+    ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
+    if not isinstance(node, (answers.Value, answers.Relation)):
         return False
-    for group in _OPPOSITES.split(","):
-        if other in group.split():
-            return set(group.split()) & set(words) == {other}
-    content = [word for word in words if word not in ("the", "a", "an", "any", "all", "only")]
+    parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
+    numbers = [part[1] for part in parts if part[0] == "n"]
+    is_simple = bool(parts) and (":" in answer or (len(numbers) < 2 and all(part[0] in "nsc*-" for part in parts)))
+    reduced = [rf"{number.numerator}\D+{number.denominator}(?!\d)" for number in numbers]
+    is_final = (reduced and re.search(reduced[0], answer)) if is_simple else ours == node
+    if is_final or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
+        return False
+    spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
+    found = re.finditer(rf"(?<![\d)}}\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![(\^*/+!-])", text)
+    before = [text[: one.start()] for one in found]
+    return any(_REWRITE.search(part) if is_simple else not _OFFERED.search(part) for part in before)
+
+
+def _states(gold: str, other: str, problem: str) -> bool:
+    """Whether the answer is the word that a sentence as the reference begins with, if the problem asks who or which; or
+    the digits 17 for 17_8, if it names base 8."""
+    digits, _, base = gold.partition("_")
+    if base:
+        return other == digits.lower() and re.search(rf"base\W*{base}\b", with_digits(problem)) is not None
+    if other in ("odd", "even"):
+        return {"odd", "even"} & {*gold.split()} == {other} and DOUBTS.isdisjoint(gold.split())
+    words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
     asks_who = re.search(r"\b(?:who|whom|whose|which)\b", problem, re.IGNORECASE)
-    return bool(asks_who) and len(words) >= 4 and content[:1] == [other]
+    return bool(asks_who) and len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
 
 
 def _same_choices(reference: str, other: str, problem: str) -> bool | None:
@@ -221,7 +240,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if named is not None:
-        return sorted(named) == sorted(several)
+        return named == several if IN_ORDER.search(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 

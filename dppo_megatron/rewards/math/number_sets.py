@@ -41,10 +41,11 @@ def _solved(left: Node, op: str, right: Node) -> answers.Intervals | None:
     for one, relation, two in ((left, op, right), (right, answers.TURNED.get(op, op), left)):
         if one[0] == "s" and not symbols(two):
             return half_line(one[1], relation, two)
-        bound = rational(two) if one[:2] == ("f", "abs") and relation in answers.TURNED else None
+        is_absolute = one[:2] == ("f", "abs") and op in answers.TURNED
+        bound = approximate(two, None, WorkLimit(_OPERATIONS)) if is_absolute else None
         if bound is not None and bound >= 0:
-            above = _solved(one[2], relation, ("n", bound))
-            below = _solved(one[2], answers.TURNED[relation], ("n", -bound))
+            above = _solved(one[2], relation, two)
+            below = _solved(one[2], answers.TURNED[relation], ("-", two))
             if relation in ("<", "\\le"):
                 return intersection(above, below)
             return above and below and answers.Intervals(above.pieces + below.pieces, above.name)
@@ -100,10 +101,7 @@ def as_spans(answer: Answer | None) -> answers.Intervals | None:
 
 
 def normal(spans: answers.Intervals) -> answers.Intervals:
-    """The pieces sorted, without empty ones, and with those joined that touch. Unchanged if an end is not a number.
-
-    Example: [0, 1) and [1, 2] become [0, 2].
-    """
+    """The pieces sorted, without empty ones, and [0, 2] for [0, 1) and [1, 2]; unchanged if an end is not a number."""
     rest = complement(spans)
     both = rest and complement(rest)
     return replace(both, name=spans.name) if both else spans

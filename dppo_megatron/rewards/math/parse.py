@@ -24,12 +24,14 @@ _NAMES = frozenset(f"{GREEK} Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega hba
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|", "\\{": "\\}"}
 _NUMBER = regex(r"(\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d+)(?![A-Za-z]))?", re.ASCII)
 _TOKEN = regex(r"\\?[A-Za-z]+|.", re.DOTALL)
-_ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\?[A-Za-z]+|\d)")
+# one token, as p in m_pc; but plain x_max
+_ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[A-Za-z]{3,}|[A-Za-z\d])")
+_OF_FUNCTIONS = regex(r"\s*\([^()]*(?:sin|cos|tan|ln|log)")  # no argument in \sin x(1+\cos x)
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a closed bracket, but not a choice letter's; 2!3!, 2^{3}3
 # n(-1)^n is n times a power, v(0)^2 is the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
-CURRENCIES = ("dollars", "euros", "gbp", "yen")
+CURRENCIES = ("dollars", "euros", "gbp", "yen", "rupees")
 _SEVERAL = frozenset(["max", "min", "gcd", "lcm"])
 ONE: Node = ("n", Fraction(1))
 DEGREE: Node = ("/", PI, ("n", Fraction(180)))
@@ -89,7 +91,7 @@ class _Reader:
                 node = _quotient(node, self._signed(self._factor))
             elif not until_function and self._take("\\bmod", "\\mod"):
                 node = ("f", "mod", node, self._signed(self._factor))
-            elif self._starts_factor() and not (until_function and self._peek().removeprefix("\\") in _FUNCTIONS):
+            elif self._starts_factor(until_function):
                 digits = self._peek()[0] in "0123456789."
                 if digits and not _BRACKETED.search(self.text, 0, self.position):  # (n-2) 2^n is a product, x 2 is not
                     raise Unreadable("a number behind a factor")
@@ -145,9 +147,10 @@ class _Reader:
         match = _NUMBER.match(self.text, self.position)
         if match is None or len(match.group()) > MAX_DIGITS or abs(int(match[2] or 0)) > MAX_EXPONENT:
             raise Unreadable("not a number, or too long")
-        self.position = match.end()
-        value = Fraction(match[1].replace(",", "")) * Fraction(10) ** int(match[2] or 0)
-        fraction = None if match[2] or "." in match[1] else _MIXED.match(self.text, self.position)
+        is_scientific = match[2] is not None and self.text.strip(" +-") == match.group()  # not 2e-5 in \\frac{2e-5}{e}
+        self.position = match.end(0 if is_scientific else 1)
+        value = Fraction(match[1].replace(",", "")) * Fraction(10) ** (int(match[2]) if is_scientific else 0)
+        fraction = None if is_scientific or "." in match[1] else _MIXED.match(self.text, self.position)
         if fraction is None:
             return ("n", value)
         above, below = (int(number) for number in fraction.groups() if number)
@@ -288,8 +291,10 @@ class _Reader:
         node = _applied(name, inside, base)
         return node if power is None else ("^", node, power)
 
-    def _starts_factor(self) -> bool:
+    def _starts_factor(self, until_function: bool = False) -> bool:
         token = self._peek()
+        if until_function and (token.removeprefix("\\") in _FUNCTIONS or _OF_FUNCTIONS.match(self.text, self.position)):
+            return False
         if token[:1] == "\\":
             return token[1:] not in ("degree", "rfloor", "rceil", "bmod", "mod", "")
         if token == "|":

@@ -25,10 +25,11 @@ _SEPARATOR = (
 _ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
 _ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
 _RELATION = r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]"
+UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _UNIT_TAIL = regex(
     r"(?<![\s{(^_/])\s*(?P<unit>(?:\\text\{[^{}]*\}|[/%])(?:\\text\{[^{}]*\}|/\s*[a-z](?![A-Za-z])|[\s/*]|\^\s*\{?\s*-?\d\s*\}?)*+)$"
 )
-_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /-]{0,99}(?:\^\s*\{?\s*\d\s*\}?)?)$")
+_WORD_TAIL = regex(r"(?<=[\d)}\]iex])\s+(?P<unit>[A-Za-z][A-Za-z'. /*-]{0,99}(?:\^\s*\{?\s*\d\s*\}?)?)$")
 _GLUED_TAIL = regex(  # 5cm; but 3mL may be a product of letters
     r"(?<=[\d}])(?P<unit>(?:[ckm]m|kg|mph|ft|lbs?|oz|hrs?|mins?|secs?|[a-z]{5,})(?:\^\s*\{?\s*[23]\s*\}?)?)$"
 )
@@ -57,7 +58,7 @@ _NAME = regex(
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
-_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|-)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|[-\\\d](?:[^(]*[\d}])?)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
 _PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
 _COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
@@ -104,7 +105,7 @@ def _read_text(text: str, depth: int) -> Answer | None:
         return answers.Words(text.lower())
     is_text = text.startswith("\\text{") and closing(text, 5) == len(text) - 1
     inner = text[6:-1].strip() if is_text else ""
-    names = re.split(_SEPARATOR, inner)
+    names = re.split(_SEPARATOR, inner or text) if is_text or text[0].isupper() else []
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
     is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
@@ -224,9 +225,9 @@ def _read_relation(text: str, depth: int) -> Answer | None:
     if not ops:
         return _ratio(text)
     if "\\approx" in ops and sides[0]:  # the exact side is the answer
-        first = ops.index("\\approx")
-        sides, ops = sides[: first + 1], ops[:first]
-    if not ops or (not sides[0] and ops in (["="], ["\\approx"])):
+        first = ops.index("\\approx") or int(re.fullmatch(_MEMBER, sides[0]) is not None)  # or that of x \approx 3
+        sides, ops = sides[: first + 1], ["=" if op == "\\approx" else op for op in ops[:first]]
+    if not ops or (not sides[0] and ops in (["="], ["\\approx"])) or (ops == ["="] and UNDONE.match(sides[0])):
         return read_answer(sides[-1], depth + 1)
     is_function = "(" in sides[0] or sides[0] in "fgh"
     if ops == ["\\equiv"] and is_function and _NAME.fullmatch(sides[0]):  # f(x) is 0 everywhere
@@ -275,12 +276,13 @@ def _equation(sides: list[str], depth: int) -> Answer:
 def _read_bracketed(text: str, depth: int) -> Answer | None:
     if text.startswith("\\{") and closing(text) == len(text) - 1:
         return _set(text[2:-2].strip(), depth)
-    if (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
+    if text[-1] == ")" and (point := _POINT.fullmatch(text)) and closing(text, point.start("at")) == len(text) - 1:
         at = read_answer(point["at"], depth + 1)
-        if point["name"] != "-":
+        if point["name"][0].isalpha():
             return answers.Named(re.sub(r"[\s{}]", "", point["name"]), at)
+        scale = parse(f"{point['name']}1" if point["name"] == "-" else point["name"])
         sides = [item.node for item in at.items if isinstance(item, Value)] if isinstance(at, AnswerList) else []
-        return AnswerList("tuple", tuple(Value(("-", side)) for side in sides)) if sides else None
+        return AnswerList("tuple", tuple(Value(("*", scale, side)) for side in sides)) if sides else None
     if text[0] not in "([" or closing(text) < len(text) - 1:
         return None
     items = split_top(text[1:-1], "[,;]")

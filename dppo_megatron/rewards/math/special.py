@@ -1,8 +1,4 @@
-"""Answers with special forms (words, digits in a base, times, matrices, whole sets), and clauses after an answer.
-
-A reference's clauses (`for all x`, `where k is an integer`) are dropped, and an answer's that state nothing beyond the
-reference's. One that restricts the answer stays, so that the answer is not taken for a wider one.
-"""
+"""Answers with special forms (words, digits in a base, times, matrices, whole sets), and clauses after an answer."""
 
 from __future__ import annotations
 
@@ -166,7 +162,7 @@ def read_grid(body: str, scale: Node = ONE, is_turned: bool = False) -> AnswerLi
 
 def without_clauses(text: str, gold: str | None = None) -> str:
     """The text without clauses that only state what its letters are (`for all x`, `where k is an integer`). An answer
-    keeps a clause that restricts it beyond the reference `gold`: `k \\in \\mathbb{N}`, `for all x > 7`.
+    keeps a clause that restricts it beyond the reference `gold`, so that it is not taken for a wider one.
 
     Example:
         >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")

@@ -1,9 +1,7 @@
 """Numbers and units as people write them, read exactly.
 
 Number words are read only if all of a run make one number: `seven or eight`, `one two` and `second` are left as they
-are. If both sides state a unit and one of the two is known, both must measure the same thing. Words that are no unit
-(`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`, `3 at most`). Units have no digits but
-exponents: `5 choose 2` has no unit.
+are. Words that are no unit (`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`).
 """
 
 from __future__ import annotations
@@ -192,10 +190,8 @@ _COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people
 _COUNTS = frozenset(["integers", "numbers", "ways", "values", "solutions", "times", "pairs"])
 _FACTOR = regex(r"[\s*-]*(?P<name>[A-Za-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![A-Za-z^])\s*")
 _POWERS = {  # square metres and metres squared are metres^2
-    regex(r"\b(?:square|sq\.?)\s+([A-Za-z]+)"): r"\1^2",
-    regex(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)"): r"\1^3",
-    regex(r"\s*\bsquared\b"): "^2",
-    regex(r"\s*\bcubed\b"): "^3",
+    regex(r"\b(?:square|sq\.?)\s+([A-Za-z]+)|\s*\bsquared\b"): r"\1^2",
+    regex(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)|\s*\bcubed\b"): r"\1^3",
 }
 
 
