@@ -161,7 +161,7 @@ _COMPILED = [(regex(pattern), lambda found, by=by: found.expand(by)) for pattern
 
 
 _MAX_ITEMS = 100
-_REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
+_REPEATING = regex(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 _A_BRACKET = r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\."
 _BRACKET = regex(_A_BRACKET, re.DOTALL)

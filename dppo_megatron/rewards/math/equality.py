@@ -7,6 +7,7 @@ percent, tolerance and rounding, parameters by other names.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ _ENOUGH = 3  # points at which two functions have to be equal; four times as man
 _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its own, which take milliseconds once
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
-_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
+_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n(?! how)) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
 _WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
-    r"\b(?i:how many(?=[^.!]*\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
-    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)((?:(?:square|cubic) )?[a-z]+)"
+    r"\b(?i:how many(?=[^.!]{0,300}\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b"
+    r"[^.?!]{0,300}?\bin(?= [a-z ]{0,40}(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)"
+    r"((?:(?:square|cubic) )?[a-z]+)"
 )
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
@@ -268,12 +270,17 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
     another; or what it asks for, if that is something else: years, not months."""
     if not problem or not unit.dimension:
         return None
-    asked, wanted = ([*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED))
+    asked, wanted = _asked_in(problem)
     alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
     if alike:
         return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None
     others = {named.dimension: named for named in wanted if named is not None and named.dimension}
     return None if others.keys() & {*unit.dimension.split()} else next(iter(others.values()), None)
+
+
+@functools.lru_cache(maxsize=64)  # a problem is searched once, and not for each pair of two lists' items
+def _asked_in(problem: str) -> list[list[Unit | None]]:
+    return [[*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED)]
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:
