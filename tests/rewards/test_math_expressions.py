@@ -160,6 +160,11 @@ CASES = [
     case(r"\ln(x^2)", right=[], wrong=[r"2\ln x"]),
     case(r"x\sqrt{x}", right=[r"\sqrt{x^3}", "x^{3/2}"], wrong=[r"\sqrt{x^5}", r"-\sqrt{x^3}", r"\sqrt{|x|^3}\sqrt2"]),
     case(r"\sqrt{x}\sqrt{x-1}", right=[r"\sqrt{x^2-x}"], wrong=[r"\sqrt{x^2-1}", r"\sqrt{x}-\sqrt{x-1}"]),
+    # where the reference is real at few points or none
+    case(r"\sqrt{x-3}-\sqrt{5-x}", right=[r"\frac{2x-8}{\sqrt{x-3}+\sqrt{5-x}}"], wrong=[r"\sqrt{5-x}-\sqrt{x-3}"]),
+    case(r"\ln(5-x)-\ln(x-3)", right=[r"\ln\frac{5-x}{x-3}"], wrong=[r"\ln\frac{x-5}{x-3}"]),
+    case(r"\frac12\ln(-x-50)", right=[r"\ln\sqrt{-(x+50)}"], wrong=[r"\ln\sqrt{x+50}"]),
+    case(r"\sqrt{-1-x^2}", right=[r"i\sqrt{x^2+1}"], wrong=[r"-i\sqrt{x^2+1}"]),
     case("|x|", right=[r"\sqrt{x^2}"], wrong=["x", r"\sqrt{x}^2"]),
     case(r"\sqrt{-3}x", right=[r"i\sqrt3 x"], wrong=[r"\sqrt3 x"]),
     case(r"\ln(-1)", right=[], wrong=[r"\log^{-1}x", r"\ln 1"]),

@@ -76,14 +76,16 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """Compare by values, but not where two or more variables are negative, as roots of products and products of roots
-    differ there, nor where the reference takes the root or logarithm of a negative number."""
+    differ there, nor where the reference takes the root or logarithm of a negative number, if enough are left."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
     inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln") and symbols(part)]
     powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
     inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
-    points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
-    points = (point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside))
-    outcomes = _outcomes(gold, other, points, work)
+    points = [point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2]
+    within = [point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside)]
+    outcomes = _outcomes(gold, other, within, work)
+    if len(within) < len(points) and "different" not in outcomes and outcomes.count("equal") < _ENOUGH:
+        outcomes = _outcomes(gold, other, points, work)
     if "different" in outcomes:
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
