@@ -160,6 +160,9 @@ CASES = [
     case(r"\ln(x^2)", right=[], wrong=[r"2\ln x"]),
     case(r"x\sqrt{x}", right=[r"\sqrt{x^3}", "x^{3/2}"], wrong=[r"\sqrt{x^5}", r"-\sqrt{x^3}", r"\sqrt{|x|^3}\sqrt2"]),
     case(r"\sqrt{x}\sqrt{x-1}", right=[r"\sqrt{x^2-x}"], wrong=[r"\sqrt{x^2-1}", r"\sqrt{x}-\sqrt{x-1}"]),
+    case(r"(x-3)\sqrt{x-1}", right=[r"\sqrt{(x-1)^3}-2\sqrt{x-1}"], wrong=[r"\sqrt{(x-1)(x-3)^2}"]),
+    case(r"\sqrt{-4x^2}", right=[r"2\sqrt{-x^2}"], wrong=["2|x|", r"2\sqrt{x^2}"]),
+    case("|x-1|", right=[r"\sqrt{(1-x)^2}", r"\frac{\sqrt{2(x-1)^2}}{\sqrt2}"], wrong=[r"\sqrt{-(x-1)^2}"]),
     # where the reference is real at few points or none
     case(r"\sqrt{x-3}-\sqrt{5-x}", right=[r"\frac{2x-8}{\sqrt{x-3}+\sqrt{5-x}}"], wrong=[r"\sqrt{5-x}-\sqrt{x-3}"]),
     case(r"\ln(5-x)-\ln(x-3)", right=[r"\ln\frac{5-x}{x-3}"], wrong=[r"\ln\frac{x-5}{x-3}"]),

@@ -82,9 +82,10 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
     inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
     points = [point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2]
-    within = [point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside)]
+    near = _points(names, range(2, 30), {}) if inside else ()  # between 1 and 3 for (x - 3)\sqrt{x - 1}
+    within = [point for point in (*points, *near) if all((rational(part, point, work) or 1) > 0 for part in inside)]
     outcomes = _outcomes(gold, other, within, work)
-    if len(within) < len(points) and "different" not in outcomes and outcomes.count("equal") < _ENOUGH:
+    if inside and "different" not in outcomes and outcomes.count("equal") < _ENOUGH:
         outcomes = _outcomes(gold, other, points, work)
     if "different" in outcomes:
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
@@ -100,11 +101,13 @@ def _is_branched(node: Node) -> bool:
     return bool(kind != "n" or power.denominator != 1)
 
 
-def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
+def _points(
+    names: Sequence[str], sizes: Sequence[int] = _SIZES, negative: Mapping[int, str] = _NEGATIVE
+) -> Iterator[dict[str, Fraction]]:
     """Secret points of growing size: positive ones, and some with one or all coordinates negative."""
-    numbers = drawn(repr(names))
-    for turn, size in enumerate(_SIZES):
-        below = {"one": [numbers.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
+    numbers = drawn(f"{names} {len(sizes)}")
+    for turn, size in enumerate(sizes):
+        below = {"one": [numbers.choice(names)], "all": names}.get(negative.get(turn, ""), ())
         point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
         yield {name: -value if name in below else value for name, value in point.items()}
 
