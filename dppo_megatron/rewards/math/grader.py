@@ -166,11 +166,11 @@ def _count(answer: Answer) -> int:
 
 def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False, is_gold: bool = False) -> Answer:
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one. An
+    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the reference is one, and 0,25 as that. An
     excluded value may follow an expression (`x \\ne 0`), and a condition on a whole number that of a reference."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
-    if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
+    if count == 1 and for_decimal and re.fullmatch(r"-?0,\d\d+" if is_gold else r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
     if _GROUPED.search(text):
         grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
