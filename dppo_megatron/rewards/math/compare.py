@@ -38,14 +38,9 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"[^.?!]{0,300}\b(?:from (?:the )?\w+st to"
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
+asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
-
-
-@functools.lru_cache(maxsize=64)
-def asks_order(problem: str) -> bool:
-    """Whether it asks for a list in some order."""
-    return _IN_ORDER.search(problem) is not None
 
 
 def equal(gold: Answer, other: Answer, rules: Rules) -> bool:

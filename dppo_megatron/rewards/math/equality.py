@@ -44,12 +44,7 @@ _VARIABLES = frozenset("xyztuvw")
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
-    """Whether the trees are equal; None if that is undecided, which also sets `work.has_doubt`.
-
-    Example:
-        >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
-        True
-    """
+    """Whether the trees are equal; None if that is undecided, which also sets `work.has_doubt`."""
     work = work or WorkLimit()
     try:
         verdict = gold == other or _same(gold, other, work)
@@ -82,7 +77,7 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
     inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
     points = [point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2]
-    near = _points(names, range(2, 30), {}) if inside else ()  # between 1 and 3 for (x - 3)\sqrt{x - 1}
+    near = _points(names, range(2, 30)) if inside else ()  # between 1 and 3 for (x - 3)\sqrt{x - 1}
     within = [point for point in (*points, *near) if all((rational(part, point, work) or 1) > 0 for part in inside)]
     outcomes = _outcomes(gold, other, within, work)
     if inside and "different" not in outcomes and outcomes.count("equal") < _ENOUGH:
@@ -101,13 +96,12 @@ def _is_branched(node: Node) -> bool:
     return bool(kind != "n" or power.denominator != 1)
 
 
-def _points(
-    names: Sequence[str], sizes: Sequence[int] = _SIZES, negative: Mapping[int, str] = _NEGATIVE
-) -> Iterator[dict[str, Fraction]]:
-    """Secret points of growing size: positive ones, and some with one or all coordinates negative."""
+def _points(names: Sequence[str], sizes: Sequence[int] = _SIZES) -> Iterator[dict[str, Fraction]]:
+    """Secret points of these sizes: positive ones, and in `_SIZES` some with one or all coordinates negative."""
     numbers = drawn(f"{names} {len(sizes)}")
     for turn, size in enumerate(sizes):
-        below = {"one": [numbers.choice(names)], "all": names}.get(negative.get(turn, ""), ())
+        signs = _NEGATIVE.get(turn, "") if sizes is _SIZES else ""
+        below = {"one": [numbers.choice(names)], "all": names}.get(signs, ())
         point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
         yield {name: -value if name in below else value for name, value in point.items()}
 

@@ -49,7 +49,9 @@ _REWRITE = regex(
     r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
     r"|factorization of);?:?;?\s*\Z"
 )
-_WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]*\?")  # an expression of the problem may be the answer
+_WHICH = regex(
+    r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?"
+)  # an expression of the problem may be the answer
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 
@@ -166,8 +168,8 @@ def _count(answer: Answer) -> int:
 
 def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False, is_gold: bool = False) -> Answer:
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the reference is one, and 0,25 as that. An
-    excluded value may follow an expression (`x \\ne 0`), and a condition on a whole number that of a reference."""
+    (1,000, 2,000) contain grouped numbers, 45,135 may be two; if the other side is a decimal, so are 1000,99 and the
+    reference 0,25. An excluded value may follow an expression (`x \\ne 0`), a condition a reference's whole number."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?0,\d\d+" if is_gold else r"-?\d+,\d+", text, re.ASCII):
@@ -212,11 +214,10 @@ def _operations(answer: Answer) -> Any:
     """What a value consists of, in any order: the same for 2 + a and a + 2, not if anything was carried out."""
     if not isinstance(answer, answers.Value):
         return answer
-    parts = [
-        part[:2] if isinstance(part[1], str) else part[:1] for part in answers.walk(answer.node) if part[0] not in "n*"
-    ]
-    for number in (part[1] for part in answers.walk(answer.node) if part[0] == "n"):
-        parts += [("/",)] * (number.denominator > 1) + [(one,) for one in number.as_integer_ratio() if one != 1]
+    tree = [*answers.walk(answer.node)]
+    parts = [part[:2] if isinstance(part[1], str) else part[:1] for part in tree if part[0] not in "n*"]
+    for above, below in (part[1].as_integer_ratio() for part in tree if part[0] == "n"):
+        parts += [("/",)] * (below > 1) + [(number,) for number in (above, below) if number != 1]
     return Counter(parts)
 
 
