@@ -200,8 +200,8 @@ def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> boo
     is_simple = bool(parts) and (":" in answer or (len(numbers) < 2 and all(part[0] in "nsc*-" for part in parts)))
     if is_simple and numbers:
         digits = [str(abs(part)) for part in numbers[0].as_integer_ratio()]
-        spelled = re.findall(r"\d+", answer)
-        is_final = spelled == digits or (is_final and digits == ["".join(spelled), "1"])
+        stated = re.findall(r"\d+", answer)
+        is_final = stated == digits or (is_final and digits == ["".join(stated), "1"])
     if is_final or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
