@@ -215,6 +215,35 @@ def test_what_the_problem_has_may_be_the_answer() -> None:
     assert reward("2^5+1", "33", r"What is it? (A) $2^4+1$ (B) $2^5+1$") == 1.0 > reward("2^{10}+1", "1025", options)
 
 
+def test_an_answer_of_the_same_parts_as_the_reference_repeats_nothing() -> None:
+    """The order of terms and factors is none that the problem asks for; nor is a count `write 20` a request. Where the
+    problem asks which, its own expressions are the answers."""
+    sides = r"Its sides are $\sqrt{3}+2$, $\frac34\sqrt2$ and $\frac{\sqrt3}{2}$, and $f(n)=n^2+1$. Find another."
+    for gold, answer in [
+        (r"2+\sqrt3", r"\sqrt{3}+2"),
+        (r"\frac{3\sqrt2}{4}", r"\frac34\sqrt2"),
+        (r"\frac12\sqrt3", r"\frac{\sqrt3}{2}"),
+        ("1+n^2", "n^2+1"),
+    ]:
+        assert reward(answer, gold, sides) == 1, answer
+    for gold, answer in [("20", "20 essays"), (r"\$20", "20"), ("twenty", "20")]:
+        assert reward(answer, gold, "The students write 20 essays. How many?") == 1, gold
+    for problem, gold, answer in [
+        ("Which of $2^{10}$ and $3^7$ is larger?", "2187", "3^7"),
+        ("Which expression equals $x^2-1$: $(x-1)(x+1)$ or $(x-1)^2$?", "x^2-1", "(x-1)(x+1)"),
+    ]:
+        assert reward(answer, gold, problem) == 1, problem
+    for problem, gold, answer in [
+        (r"Rationalize $\frac{21}{\sqrt{21}}$.", r"\sqrt{21}", r"\frac{21}{\sqrt{21}}"),
+        ("Simplify $a-(b-c)$.", "a-b+c", "a-(b-c)"),
+        (r"Simplify $\frac{a}{b}\cdot\frac{1}{c}$.", r"\frac{a}{bc}", r"\frac{a}{b}\cdot\frac{1}{c}"),
+        (r"Combine $\ln a+\ln b$.", r"\ln(ab)", r"\ln a+\ln b"),
+        (r"Express $50\%$ as a common fraction.", r"\frac12", r"50\%"),
+        (r"Simplify $\frac{12}{4}$.", "3", r"\frac{12}{4}"),
+    ]:
+        assert reward(answer, gold, problem) == 0, problem
+
+
 def test_an_order_is_kept_where_it_is_asked() -> None:
     """Of the answer; not where the problem tells of an order."""
     asked = [
@@ -249,6 +278,7 @@ def test_another_unit_than_is_asked() -> None:
         ("By what percent did it rise?", "150", r"150\%", r"150 \text{ dollars}"),
         ("Compute the time in years, to two places.", "8.85", "8.85 years", "8.85 months"),
         ("How many inches of rain fall?", "2", r"2 \text{ inches per hour}", r"2 \text{ hours}"),
+        ("In how many days do they meet?", "14", r"2 \text{ weeks}", r"14 \text{ weeks}"),
         ("How many pounds did he pay?", "5", "£5", r"5 \text{ kg}^2, 1"),
         ("How many degrees is it?", "20", r"20^\circ\text{C}", "21"),
         ("The sides in inches are 3 and 4. Find the area.", "12", r"12 \text{ in}^2", "13"),

@@ -44,6 +44,32 @@ def test_an_answer_that_is_made_to_be_slow_is_not(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("problem", "gold", "answer"),
+    [
+        ("1.5 " * 5000, "3/2", "1.5"),
+        (" " * 40_000 + r"\binom{11}{2}", "55", r"\binom{11}{2}"),
+        ("1" * 20_000 + r" \binom{11}{2}", "55", r"\binom{11}{2}"),
+        ("what " * 8000 + "in years", "5", r"5 \text{ months}"),
+        ("what in years " * 1500, "5", r"5 \text{ months}"),
+        (", list " * 3000, "1,2", "2,1"),
+        (
+            "what to find in years and how many more. " * 90,
+            *(
+                ",".join(f"{number}{unit}" for number in range(100)[::step])
+                for unit, step in (("", 1), (r" \text{ years}", -1))
+            ),
+        ),
+    ],
+    ids=["numbers", "spaces", "digits", "what", "what in", "list", "a list with units"],
+)
+def test_a_problem_that_is_made_to_be_slow_is_not(problem: str, gold: str, answer: str) -> None:
+    """What the grader looks for in it is found in a part of a second, and once for all items of a list."""
+    begin = time.process_time()
+    grade_math(f"\\boxed{{{answer}}}", gold, {"problem": problem})
+    assert time.process_time() - begin < 1.0
+
+
+@pytest.mark.parametrize(
     "text",
     [r"\boxedx{3}", "<answer>" * 100_000 + "</answer>", "\\boxed{3}" * 100_000, "so " + "<|a|> " * 24 + "!"],
     ids=["another word", "tags", "boxes", "ends of turns"],

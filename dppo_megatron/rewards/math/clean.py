@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, RUF002 - this file is about characters that look like others
+# ruff: noqa: RUF001 - this file is about characters that look like others
 """Replaces the many spellings of LaTeX, Unicode and people by one, before anything is parsed.
 
 Only spellings with the same meaning are unified here; differences of meaning (units, order, names) are left to the
@@ -161,19 +161,14 @@ _COMPILED = [(regex(pattern), lambda found, by=by: found.expand(by)) for pattern
 
 
 _MAX_ITEMS = 100
-_REPEATING = regex(r"(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
+_REPEATING = regex(r"(?<!\d)(\d*)\.(\d*)\\overline\s*\{\s*(\d+)\s*\}(?!\s*\d)", re.ASCII)
 _PLAIN = regex(r"(?!.*\.\.\.)[\d.,-]*", re.ASCII)  # three dots are an ellipsis
 _A_BRACKET = r"(?P<opens>[(\[{]|\\(?:begin|lfloor|lceil|\{))|(?P<closes>[)\]}]|\\(?:end|rfloor|rceil|\}))|\\."
 _BRACKET = regex(_A_BRACKET, re.DOTALL)
 
 
 def to_ascii(text: str) -> str:
-    """Digits of any script, full-width forms, mathematical signs and powers in LaTeX, without zero-width characters.
-
-    Example:
-        >>> to_ascii("５x²")
-        '5x^{2}'
-    """
+    """Digits of any script, full-width forms, mathematical signs and powers in LaTeX, without zero-width characters."""
     if text.isascii():
         return text
     text = _RAISED_OR_LOWERED.sub(lambda run: f"{'^' if run[1] else '_'}{{{_plain(run.group())}}}", text)
@@ -240,12 +235,7 @@ def closing(text: str, start: int = 0) -> int:
 
 def split_top(text: str, separators: str, *, keep: bool = False) -> list[str]:
     """The text split at the separators outside all brackets and environments; with `keep`, the separators are returned
-    between the parts. If brackets do not balance, it is not split.
-
-    Example:
-        >>> split_top("(1,2), [3,4)", ",")
-        ['(1,2)', ' [3,4)']
-    """
+    between the parts. If brackets do not balance, it is not split."""
     if not re.search(separators, text):  # as most: 2 % of a grading's time
         return [text]
     parts, begin, depth = [], 0, 0

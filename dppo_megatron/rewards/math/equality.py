@@ -7,6 +7,7 @@ percent, tolerance and rounding, parameters by other names.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ _ENOUGH = 3  # points at which two functions have to be equal; four times as man
 _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its own, which take milliseconds once
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
-_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
+_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n(?! how)) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
 _WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
-    r"\b(?i:how many(?=[^.!]*\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b[^.?!]*?"
-    r"\bin(?= [a-z ]*(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)((?:(?:square|cubic) )?[a-z]+)"
+    r"\b(?i:how many(?=[^.!]{0,300}\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b"
+    r"[^.?!]{0,300}?\bin(?= [a-z ]{0,40}(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)"
+    r"((?:(?:square|cubic) )?[a-z]+)"
 )
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
@@ -42,12 +44,7 @@ _VARIABLES = frozenset("xyztuvw")
 
 
 def same(gold: Node, other: Node, work: WorkLimit | None = None) -> bool | None:
-    """Whether the trees are equal; None if that is undecided, which also sets `work.has_doubt`.
-
-    Example:
-        >>> same(parse("2^{-2/3}"), parse("\\\\frac{1}{\\\\sqrt[3]{4}}"))
-        True
-    """
+    """Whether the trees are equal; None if that is undecided, which also sets `work.has_doubt`."""
     work = work or WorkLimit()
     try:
         verdict = gold == other or _same(gold, other, work)
@@ -74,14 +71,17 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) -> bool | None:
     """Compare by values, but not where two or more variables are negative, as roots of products and products of roots
-    differ there, nor where the reference takes the root or logarithm of a negative number."""
+    differ there, nor where the reference takes the root or logarithm of a negative number, if enough are left."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
     inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln") and symbols(part)]
     powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
     inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
-    points = (point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2)
-    points = (point for point in points if all((rational(part, point, work) or 1) > 0 for part in inside))
-    outcomes = _outcomes(gold, other, points, work)
+    points = [point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2]
+    near = _points(names, range(2, 30)) if inside else ()  # between 1 and 3 for (x - 3)\sqrt{x - 1}
+    within = [point for point in (*points, *near) if all((rational(part, point, work) or 1) > 0 for part in inside)]
+    outcomes = _outcomes(gold, other, within, work)
+    if inside and "different" not in outcomes and outcomes.count("equal") < _ENOUGH:
+        outcomes = _outcomes(gold, other, points, work)
     if "different" in outcomes:
         return _WHOLE.issuperset(names) and _same_wholes(gold, other, names, work)
     if outcomes.count("equal") >= _ENOUGH:
@@ -96,11 +96,12 @@ def _is_branched(node: Node) -> bool:
     return bool(kind != "n" or power.denominator != 1)
 
 
-def _points(names: Sequence[str]) -> Iterator[dict[str, Fraction]]:
-    """Secret points of growing size: positive ones, and some with one or all coordinates negative."""
-    numbers = drawn(repr(names))
-    for turn, size in enumerate(_SIZES):
-        below = {"one": [numbers.choice(names)], "all": names}.get(_NEGATIVE.get(turn, ""), ())
+def _points(names: Sequence[str], sizes: Sequence[int] = _SIZES) -> Iterator[dict[str, Fraction]]:
+    """Secret points of these sizes: positive ones, and in `_SIZES` some with one or all coordinates negative."""
+    numbers = drawn(f"{names} {len(sizes)}")
+    for turn, size in enumerate(sizes):
+        signs = _NEGATIVE.get(turn, "") if sizes is _SIZES else ""
+        below = {"one": [numbers.choice(names)], "all": names}.get(signs, ())
         point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
         yield {name: -value if name in below else value for name, value in point.items()}
 
@@ -268,12 +269,17 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
     another; or what it asks for, if that is something else: years, not months."""
     if not problem or not unit.dimension:
         return None
-    asked, wanted = ([*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED))
+    asked, wanted = _asked_in(problem)
     alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
     if alike:
         return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None
     others = {named.dimension: named for named in wanted if named is not None and named.dimension}
     return None if others.keys() & {*unit.dimension.split()} else next(iter(others.values()), None)
+
+
+@functools.lru_cache(maxsize=64)  # a problem is searched once, and not for each pair of two lists' items
+def _asked_in(problem: str) -> list[list[Unit | None]]:
+    return [[*map(read_unit, names.findall(problem))] for names in (_ASKED, _WANTED)]
 
 
 def _with_unit(node: Node, gold: Unit) -> Value | None:

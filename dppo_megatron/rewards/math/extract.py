@@ -67,12 +67,7 @@ _DOUBTED = regex(
 
 
 def extract(text: str, *, strict: bool = False) -> Extraction:
-    """The final answer of a completion. With `strict`, only a box, a tag or `####` is a mark.
-
-    Example:
-        >>> extract("guess \\\\boxed{3}. finally \\\\boxed{\\\\frac{3}{4}}").parts
-        ('\\\\frac{3}{4}',)
-    """
+    """The final answer of a completion. With `strict`, only a box, a tag or `####` is a mark."""
     # Only outside `<think>`. If the template prefills that, the completion has only its end.
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     if (found := _from_boxes(text)) is not None:

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from dppo_megatron.rewards.math.answers import Node, substituted, symbols, walk
-from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, rational
+from dppo_megatron.rewards.math.evaluate import TooBig, Undefined, WorkLimit, approximate, rational
 
 if TYPE_CHECKING:
     from random import Random
@@ -96,9 +96,10 @@ def _never_negative(node: Node) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_square(inside: Node) -> bool:
-    """Whether a tree is the square of another one, or a number times such a square. Then it has a root either at every
-    point or at none."""
-    if not symbols(inside):
+    """Whether a tree is the square of another one, or a positive number times such a square. Then it has a root either
+    at every point or at none."""
+    point = {name: Fraction(97 + 13 * turn, 7) for turn, name in enumerate(sorted(symbols(inside)))}
+    if not point or (approximate(inside, point, WorkLimit(100)) or 0) < 0:  # the root of -x^2 is not |x|
         return False
     work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # less for each, since 38 nested roots call this
     is_gaussian = ("c", "i") in walk(inside)  # modulo any other prime, -1 has no root to stand for i

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Unreadable, Words
 from dppo_megatron.rewards.math.clean import clean
-from dppo_megatron.rewards.math.compare import IN_ORDER, equal, letters
+from dppo_megatron.rewards.math.compare import asks_order, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dppo_megatron.types import Grade
 
 _MAX_BOXES = 8  # so many are also compared one by one
+_MAX_PROBLEM = 5000  # as much of its end is read: no benchmark's is longer
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
@@ -47,6 +49,9 @@ _REWRITE = regex(
     r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
     r"|factorization of);?:?;?\s*\Z"
 )
+_WHICH = regex(
+    r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?"
+)  # an expression of the problem may be the answer
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 
@@ -110,7 +115,7 @@ def one_spelling(text: str) -> str:
 
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
-    reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))
+    reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))[-_MAX_PROBLEM:]
     spelled = _GAP.sub("", other)
     if spelled and spelled == _GAP.sub("", reference):
         return True, "normalized"
@@ -163,11 +168,11 @@ def _count(answer: Answer) -> int:
 
 def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False, is_gold: bool = False) -> Answer:
     """The answer with `count` items, as the other side has, if its commas can be read so: `1,234 apples` and
-    (1,000, 2,000) contain grouped numbers, 45,135 may be two; 1000,99 is a decimal if the other side is one. An
-    excluded value may follow an expression (`x \\ne 0`), and a condition on a whole number that of a reference."""
+    (1,000, 2,000) contain grouped numbers, 45,135 may be two; if the other side is a decimal, so are 1000,99 and the
+    reference 0,25. An excluded value may follow an expression (`x \\ne 0`), a condition a reference's whole number."""
     if count == 1 and isinstance(answer, AnswerList) and answer.kind != "list":
         return answer
-    if count == 1 and for_decimal and re.fullmatch(r"-?\d+,\d+", text, re.ASCII):
+    if count == 1 and for_decimal and re.fullmatch(r"-?0,\d\d+" if is_gold else r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
     if _GROUPED.search(text):
         grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
@@ -185,21 +190,35 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
 
 def _is_repeated(answer: str, gold: Answer, theirs: Answer, problem: str) -> bool:
     """Whether the answer is an expression of the problem with something to carry out; or a number, but no reduced
-    fraction, of which it asks for another form. Neither is a choice, nor the reference in another spelling."""
+    fraction, of which it asks for another form. Neither is a choice, nor the reference in another spelling or order."""
     ours, node = (side.value if isinstance(side, Named) else side for side in (gold, theirs))
-    if not isinstance(node, (answers.Value, answers.Relation)):
+    if not isinstance(node, (answers.Value, answers.Relation)) or _WHICH.search(problem):
         return False
+    is_final = _operations(ours) == _operations(node)
     parts = [*answers.walk(node.node)] if isinstance(node, answers.Value) else []
     numbers = [part[1] for part in parts if part[0] == "n"]
     is_simple = bool(parts) and (":" in answer or (len(numbers) < 2 and all(part[0] in "nsc*-" for part in parts)))
-    reduced = [rf"{number.numerator}\D+{number.denominator}(?!\d)" for number in numbers]
-    is_final = (reduced and re.search(reduced[0], answer)) if is_simple else ours == node
+    if is_simple and numbers:
+        digits = [str(abs(part)) for part in numbers[0].as_integer_ratio()]
+        stated = re.findall(r"\d+", answer)
+        is_final = stated == digits or (is_final and digits == ["".join(stated), "1"])
     if is_final or _SIGNS.sub("", answer) not in _SIGNS.sub("", problem):
         return False
     spelled, text = re.escape(one_spelling(answer)), one_spelling(_FORMULA.sub(" ; ", problem))
     found = re.finditer(rf"(?<![\d)}}\^*/+(-])(?<![\w}}^]\{{)(?!\B\w){spelled}(?!\B\w)(?![(\^*/+!-])", text)
-    before = [text[: one.start()] for one in found]
+    before = [text[max(0, one.start() - 99) : one.start()] for one in found]
     return any(_REWRITE.search(part) if is_simple else not _OFFERED.search(part) for part in before)
+
+
+def _operations(answer: Answer) -> Any:
+    """What a value consists of, in any order: the same for 2 + a and a + 2, not if anything was carried out."""
+    if not isinstance(answer, answers.Value):
+        return answer
+    tree = [*answers.walk(answer.node)]
+    parts = [part[:2] if isinstance(part[1], str) else part[:1] for part in tree if part[0] not in "n*"]
+    for above, below in (part[1].as_integer_ratio() for part in tree if part[0] == "n"):
+        parts += [("/",)] * (below > 1) + [(number,) for number in (above, below) if number != 1]
+    return Counter(parts)
 
 
 def _states(gold: str, other: str, problem: str) -> bool:
@@ -240,7 +259,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
     if named is not None:
-        return named == several if IN_ORDER.search(problem) else sorted(named) == sorted(several)
+        return named == several if asks_order(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 

@@ -38,12 +38,7 @@ _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50.
-
-    Example:
-        >>> read_number("-1,234.50")
-        Fraction(-2469, 2)
-    """
+    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50."""
     if not text or len(text) > MAX_DIGITS:
         return None
     if _SPACED.fullmatch(text):
@@ -66,12 +61,7 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
 
 
 def read_number_words(text: str) -> Fraction | None:
-    """The number that all of the words make together; None if they make none.
-
-    Example:
-        >>> read_number_words("One hundred twenty-five"), read_number_words("minus two and two thirds")
-        (Fraction(125, 1), Fraction(-8, 3))
-    """
+    """The number that all of the words make together; None if they make none."""
     words = text.lower().replace("-", " ").split()
     if not words or len(words) > 30:
         return None
@@ -111,12 +101,7 @@ def _whole(words: Sequence[str]) -> Fraction | None:
 
 
 def with_digits(text: str) -> str:
-    """The text with its numbers in words as digits, where they are surely numbers.
-
-    Example:
-        >>> with_digits("twelve apples"), with_digits("three to two"), with_digits("the second")
-        ('12 apples', '3 to 2', 'the second')
-    """
+    """The text with its numbers in words as digits, where they are surely numbers."""
 
     def as_digits(run: re.Match[str]) -> str:
         value = read_number_words(run.group())
