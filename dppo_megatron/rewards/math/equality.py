@@ -101,9 +101,12 @@ def _points(names: Sequence[str], sizes: Sequence[int] = _SIZES) -> Iterator[dic
     numbers = drawn(f"{names} {len(sizes)}")
     for turn, size in enumerate(sizes):
         signs = _NEGATIVE.get(turn, "") if sizes is _SIZES else ""
-        below = {"one": [numbers.choice(names)], "all": names}.get(signs, ())
-        point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
-        yield {name: -value if name in below else value for name, value in point.items()}
+        below: list[Sequence[str]] = [names if signs == "all" else ()]
+        if signs == "one":  # each in turn: else the secret decides whether \sqrt{s(s - a)} is \sqrt s\sqrt{s - a}
+            below = [[name] for name in names]
+        for negative in below:
+            point = {name: Fraction(numbers.randrange(1, 997), 997) * size for name in names}
+            yield {name: -value if name in negative else value for name, value in point.items()}
 
 
 def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit) -> bool | None:
