@@ -109,7 +109,7 @@ class Job:
 
     def until_freed(self) -> float:
         """Slurm has all nodes back, and none of the job's processes is left."""
-        return self.until(lambda: self.cluster.is_ready() and not self.processes(), FREED_S, "free")
+        return self.until(lambda: self.cluster.is_free() and not self.processes(), FREED_S, "free")
 
     def processes(self) -> list[int]:
         return of_job(str(self.files))
