@@ -73,9 +73,11 @@ def _same_functions(gold: Node, other: Node, names: list[str], work: WorkLimit) 
     """Compare by values, but not where two or more variables are negative, as roots of products and products of roots
     differ there, nor where the reference takes the root or logarithm of a negative number, if enough are left."""
     has_roots = any(map(_is_branched, walk(("+", gold, other))))
-    inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln") and symbols(part)]
-    powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n" and symbols(part[1])]
+    inside = [part[2] for part in walk(gold) if part[:2] == ("f", "ln")]
+    powers = [part for part in walk(gold) if part[0] == "^" and part[2][0] == "n"]
     inside += [part[1] for part in powers if part[2][1].denominator % 2 == 0]
+    # others are not rational; first, as it ends at the next root: of 200 nested ones each has all further ones inside
+    inside = [part for part in inside if not any(map(_is_branched, walk(part))) and symbols(part)]
     points = [point for point in _points(names) if not has_roots or sum(value < 0 for value in point.values()) < 2]
     near = _points(names, range(2, 30)) if inside else ()  # between 1 and 3 for (x - 3)\sqrt{x - 1}
     within = [point for point in (*points, *near) if all((rational(part, point, work) or 1) > 0 for part in inside)]
