@@ -17,18 +17,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from dppo_megatron.config import load_config
 from dppo_megatron.randomness import generator
+from dppo_megatron.types import UserError
 from dppo_megatron.workbench.compare.arms import Arm, MethodRun, method_settings
 from dppo_megatron.workbench.compare.runs import in_a_process, run_all
 from dppo_megatron.workbench.compare.table import table
 from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.quickstart.make import Recipe, write_task
 from dppo_megatron.workbench.quickstart.tiny_model import write_tiny_qwen3
+from dppo_megatron.workbench.runs.trace import read_trace
 
 LAPS = ((0, 0), (1, 2), (3, 8), (45, 75))
 """Fewest and most laps of each kind of problem; a lap is 13 tokens."""
@@ -47,6 +51,9 @@ ARMS = {
     "dppo,posterior": f"dppo:32:8:120:7e-4:0:none:{_POSTERIOR}",
     "dppo,early": f"dppo:32:8:120:7e-4:0:none:{_EARLY}",
     "dppo,early,K=1": f"dppo:32:8:120:7e-4:1:sequence:{_EARLY}",
+    "dppo,early,K=1,32x4": f"dppo:32:4:160:5e-4:1:sequence:{_EARLY}",
+    "dppo,early,K=2": f"dppo:32:8:120:7e-4:2:sequence:{_EARLY}",
+    "dppo,posterior,64x8,K=1": f"dppo:64:8:80:7e-4:1:sequence:{_POSTERIOR}:pruning.prompt.min_inclusion_prob=0.05",
     "grpo,K=2,none": "grpo:32:4:160:5e-4:2:none",
     "dppo,K=2,none": "dppo:32:8:120:7e-4:2:none",
 }
@@ -75,6 +82,7 @@ def main() -> None:
             runs += run_all(config, _CONFIG, settings, served_arms, seeds=1, out=out, launch=in_a_process)
     verdict = judge(runs, arms)
     print(table(verdict))
+    print(*where_seconds_go(runs, out), sep="\n")
     (out / "verdict.json").write_text(json.dumps(asdict(verdict), default=str, indent=1))
 
 
@@ -130,6 +138,27 @@ def job_settings(out: Path, seed: int) -> list[str]:
         f"rollout.sampling.max_completion_tokens={LONGEST}",
         "threads_per_rank=2",  # an update that has waited for its rollouts has both cores
     ]
+
+
+def where_seconds_go(runs: Sequence[MethodRun], out: Path) -> Iterator[str]:
+    """Each run's seconds by phase. Of those whose trace has every completion and that did not generate ahead, also a
+    line fitted to the seconds of a rollout: by its tokens, and by its longest answer, for which all others wait."""
+    for run in runs:
+        phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in run.phase_s.items() if seconds >= 1)
+        line = f"seed {run.seed} {run.arm}: {phases} s"
+        with suppress(UserError):
+            trace = read_trace(str(out / f"seed{run.seed}" / run.arm / "trace.jsonl"))
+            if not trace.config.rollout.async_steps:
+                lengths = [step.rollouts.lengths for step in trace.steps]
+                measured = np.array([(1.0, one.sum() / 1000, one.max() / 1000) for one in lengths])
+                rollout_s = np.array([step.seconds["rollout"] for step in trace.steps])
+                (fixed_s, token_s, longest_s), *_ = np.linalg.lstsq(measured, rollout_s, rcond=None)
+                _, tokens, longest = measured.mean(axis=0)  # in thousands
+                line += (
+                    f"; a rollout {rollout_s.mean():.2f} s = {fixed_s:.2f} + {token_s:.3f} x {tokens:.1f} thousand"
+                    f" tokens + {longest_s:.2f} x {longest:.2f} thousand of its longest answer"
+                )
+        yield line
 
 
 @contextmanager

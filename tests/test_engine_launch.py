@@ -189,7 +189,7 @@ def test_a_worker_that_fails_does_not_put_a_server_of_two_out_of_step(files: Pat
         asked.server.pause("abort", timeout_s=60)
         asked.server.begin_update(timeout_s=60)
         with pytest.raises(Refused):
-            asked.server.receive_shared([offer, offer | {"path": "/no/such/folder"}], notes, timeout_s=60)
+            asked.server.receive_shared([offer, offer | {"path": "/nowhere"}], notes, timeout_s=60)
         engine.load_weights(whole.weights)
         assert asked.outages == 0
         requests = [Request(prompts_of(config)[0], index, 1) for index in range(8)]

@@ -391,6 +391,14 @@ def test_a_bucket_for_sglang_has_one_handle(monkeypatch: pytest.MonkeyPatch) -> 
     assert made == [1200]
 
 
+def test_memory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """Torch makes a file that it is to map: a worker would load zeros, and report that all went well."""
+    path = tmp_path / "weights"
+    with pytest.raises(RuntimeError, match="weights"):
+        dppo_wire.map_memory({"path": str(path), "bytes": 16})
+    assert not path.exists()
+
+
 def test_buffers_are_freed_when_servers_have_unmapped_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch puts memory aside that another process still maps: freed before `end_update`, both buffers would stay the
     trainer's through the rollout. A server that fails in `end_update` keeps nobody's."""

@@ -20,9 +20,8 @@ from dppo_megatron.files import make_directory, write_text
 from dppo_megatron.types import UserError
 
 _BOX = "\\boxed"
-_LOOKED_AT = 100
-_LEAD = 24
-"""Characters."""
+_MOST_PROBLEMS = 100  # that are looked at
+_LEAD_CHARS = 24
 
 
 def report_lines(
@@ -50,8 +49,8 @@ def report_lines(
 def _asks_twice(loaded: ProblemSet) -> list[str]:
     """A warning if the problems ask for a box themselves, as files made for verl do, and the template asks again. They
     ask if the same words lead to the last box of each: else it is a blank to fill in, or what the problem is about."""
-    first = [loaded.prompts[index] for index in range(min(_LOOKED_AT, len(loaded.prompts)))]
-    leads = {one.problem.rpartition(_BOX)[0][-_LEAD:] for one in first}
+    first = [loaded.prompts[index] for index in range(min(_MOST_PROBLEMS, len(loaded.prompts)))]
+    leads = {one.problem.rpartition(_BOX)[0][-_LEAD_CHARS:] for one in first}
     if len(leads) > 1 or not all(0 < one.problem.count(_BOX) < one.text.count(_BOX) for one in first):
         return []
     own = "prompt_template='{problem}'"

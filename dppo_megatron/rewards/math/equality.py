@@ -3,6 +3,8 @@ percent, tolerance and rounding, parameters by other names.
 
 - Rational functions (also in pi, e and i) and trees with steps are proved equal modulo a secret prime (`field.py`).
 - Others are compared at secret points, to which no answer can be made to fit, exactly or to 40 digits or more.
+
+None means undecided, which is not treated as equal.
 """
 
 from __future__ import annotations

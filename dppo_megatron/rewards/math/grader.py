@@ -4,7 +4,7 @@
 2. equal strings, then equal numbers: most gradings end here, after some microseconds
 3. a comparison by the reference's own kind (`read`, `compare`), which is final if it understands both sides
 Everything else is 0, with the reason. No clock is used and nothing can hang: a comparison has a limited number of
-operations (`evaluate.WorkLimit`).
+operations (`evaluate.WorkLimit`). A text that cannot be read is 0 too; only a bug in the grader is a failed grading.
 """
 
 from __future__ import annotations
@@ -45,13 +45,12 @@ _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
 _SIGNS = regex(r"\\[A-Za-z]+|[\W_]")  # all but the letters and digits, which are the same in any spelling
 _FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
 _OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
-_REWRITE = regex(
+_REWRITE = regex(  # in a problem whose formulas begin and end with ;
     r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
     r"|factorization of);?:?;?\s*\Z"
 )
-_WHICH = regex(
-    r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?"
-)  # an expression of the problem may be the answer
+# an expression of the problem may be the answer
+_WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?")
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 

@@ -1,4 +1,8 @@
-"""Answers with special forms (words, digits in a base, times, matrices, whole sets), and clauses after an answer."""
+"""Answers with special forms (words, digits in a base, times, matrices, whole sets), and clauses after an answer.
+
+A reference's clauses (`for all x`, `where k is an integer`) are dropped, and an answer's that state nothing beyond the
+reference's. One that restricts the answer stays, so that the answer is not taken for a wider one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Numbers and units as people write them, read exactly.
 
 Number words are read only if all of a run make one number: `seven or eight`, `one two` and `second` are left as they
-are. Words that are no unit (`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`).
+are. If both sides state a unit and one of the two is known, both must measure the same thing. Words that are no unit
+(`12 ways`, `7 goats`) are ignored, unless they change the number (`3 million`, `3 at most`). Units have no digits but
+exponents: `5 choose 2` has no unit.
 """
 
 from __future__ import annotations
@@ -101,7 +103,10 @@ def _whole(words: Sequence[str]) -> Fraction | None:
 
 
 def with_digits(text: str) -> str:
-    """The text with its numbers in words as digits, where they are surely numbers."""
+    """The text with its numbers in words as digits, where they are surely numbers.
+
+    Example: "three to two" becomes "3 to 2"; "the second" stays.
+    """
 
     def as_digits(run: re.Match[str]) -> str:
         value = read_number_words(run.group())

@@ -262,15 +262,15 @@ def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Mac
 
 def _engine_notes(config: Config) -> list[str]:
     """A warning if servers will be started by this Python, and it lacks their engine. Raises UserError if
-    rollout.servers.python lacks it. The engine is not imported, which takes minutes on some file systems."""
-    engine, servers, said = config.rollout.engine, config.rollout.servers, ""
+    rollout.servers.python lacks it. The engine is looked for and not imported."""
+    engine, servers, answer = config.rollout.engine, config.rollout.servers, ""
     if servers.launch != "local":
         return []
     look = f"from importlib.util import find_spec; print(find_spec('{engine}') is None)"
     with suppress(OSError, subprocess.TimeoutExpired):  # no answer says nothing: the start of the servers will
         command = [servers.python or sys.executable, "-B", "-c", look]
-        said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60).stdout
-    if said.strip() != "True":
+        answer = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60).stdout
+    if answer.strip() != "True":
         return []
     if servers.python:
         raise UserError(f"rollout.servers.python = '{shown(servers.python)}': this Python has no {engine}")

@@ -206,6 +206,8 @@ def map_memory(memory: dict[str, Any]) -> torch.Tensor:
     """Map the trainer's buffer of bytes, from `SharedBuffer.handle()`. GPUs are found by UUID, as CUDA_VISIBLE_DEVICES
     may number them differently here than in the trainer. Raises RuntimeError."""
     if "path" in memory:
+        if not os.path.exists(memory["path"]):  # torch would make the file, and zeros would be loaded as weights
+            raise RuntimeError(f"there is no {memory['path']} here")
         return torch.from_file(memory["path"], shared=True, size=memory["bytes"], dtype=torch.uint8)
     uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if memory["uuid"] not in uuids:
