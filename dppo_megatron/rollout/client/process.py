@@ -129,6 +129,7 @@ class Client:
         self._listener.listen(64)
 
     async def run(self) -> None:
+        """Serve until rank 0 closes the connection."""
         reader, self._writer = await asyncio.open_connection(sock=self._control)
         self._send(messages.ClientHello(self._setup.node, self._sockets))
         threading.Thread(target=self._serve_ranks, name="hand-over", daemon=True).start()
@@ -379,6 +380,7 @@ async def _run(setup: Setup) -> None:
 
 
 def main() -> None:
+    """Serve the trainer that has started this process, and writes a `Setup` to its standard input."""
     ignore_signals(signal.SIGINT)  # the trainer handles it, and then closes the connection
     signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; not SIG_IGN, which children of the graders would inherit
     setup: Setup = pickle.load(sys.stdin.buffer)
