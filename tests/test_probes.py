@@ -20,9 +20,10 @@ from support.fake_fleet import (
 from support.settings import rollout_config
 
 from dppo_megatron.rollout.servers.dispatch import dispatch
-from dppo_megatron.rollout.servers.http import Unreachable
+from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable
 from dppo_megatron.rollout.servers.server_process import LaunchedServer, stop_all
 from dppo_megatron.rollout.servers.wire import Event, Submit
+from dppo_megatron.rollout.sync.channels import on_each
 
 
 def test_a_server_that_fails_its_probe_is_out() -> None:
@@ -83,6 +84,28 @@ def test_a_launched_server_that_answers_nothing_is_started_again() -> None:
     assert fleet.starting() == [] and hangs_after(0), "it will not become ready, and is waited for no more"
     assert fleet.starting() == ["a"] and not hangs_after(600)
     fleet.close()
+
+
+def test_a_launched_server_out_of_step_is_started_again_at_once() -> None:
+    """It answers its probe, and each call of a sync with the answer to another one: it would fail in every pass. One of
+    another owner is not this job's to restart, nor one that refuses a call."""
+
+    def fails(error: Exception, *, is_own: bool = True) -> bool:
+        fleet = fleet_of([FakeServer("a")], rollout_config({}), are_own=is_own)
+        future = Future[None]()
+        future.set_exception(error)
+        assert on_each(fleet, fleet.members, lambda _: future.result()) == []
+        fleet.revive()
+        assert fleet.members[0].state == "stale"
+        hanging = fleet.hanging()
+        fleet.restarted(dict.fromkeys(hanging, "does not answer"))
+        assert not fleet.hanging(), "a new process is not judged by the last one's answers"
+        fleet.close()
+        return hanging == ["a"]
+
+    assert fails(BadAnswer("Expected `object`, got `null`"))
+    assert not fails(BadAnswer("Expected `object`, got `null`"), is_own=False)
+    assert not fails(Refused(500, "no memory"))
 
 
 def test_a_hung_process_is_ended_before_it_is_started_again(tmp_path: Path) -> None:

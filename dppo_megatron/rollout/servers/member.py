@@ -204,6 +204,8 @@ class Member(Endpoint):
     ) -> None:
         super().__init__(server, lock, clock)
         self.is_own = is_own
+        self.must_restart = False
+        """It answers calls of a sync with what is no answer to them, which only a new process ends: see `dppo_do`."""
 
     @property
     def width(self) -> int:
@@ -214,10 +216,11 @@ class Member(Endpoint):
         return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
     def hangs(self, start_timeout_s: float) -> bool:
-        """Whether this job's own server has been out for longer than HUNG_S, or `start_timeout_s` after a restart. It
-        may not have been probed in that time: see `Fleet.hanging`."""
+        """Whether this job's own server must restart, or has been out for longer than HUNG_S, or `start_timeout_s`
+        after a restart. It may not have been probed in that time: see `Fleet.hanging`."""
         limit_s = start_timeout_s if self.is_starting else HUNG_S
-        return self.is_own and self._state == "out" and self._clock() - self._out_since > limit_s
+        is_late = self._state == "out" and self._clock() - self._out_since > limit_s
+        return self.is_own and (self.must_restart or is_late)
 
     def restarted(self) -> None:
         """It has a new process: without weights or requests, and with all of its memory. It is out until it answers."""
@@ -226,6 +229,7 @@ class Member(Endpoint):
         self._state, self._reason, self._out_since = "out", "its process was restarted", self._clock()
         self._probe_again_at = -float("inf")
         self.asleep, self.has_leftovers, self.is_starting = frozenset(), False, True
+        self.must_restart = False
 
     def removed(self, reason: str) -> bool:
         """Its owner has withdrawn its address: send it nothing more. Returns whether it had not left already."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from dppo_megatron.files import remove_tree
 from dppo_megatron.rollout.fp8_weights import SCALE
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.http import Refused, Unreachable
+from dppo_megatron.rollout.servers.http import BadAnswer, Refused, Unreachable
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Offer, TensorNote
 from dppo_megatron.rollout.servers.wire import version_number
@@ -255,6 +255,7 @@ def on_each(
             future.result()
         except FAILURES as error:
             fleet.mark_out(member, f"{doing} failed: {error}")
+            member.must_restart |= isinstance(error, BadAnswer)
         else:
             succeeded.append(member)
     return succeeded
