@@ -14,7 +14,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,8 @@ from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
-from dppo_megatron.rewards.math.special import IN_TEXT, plain_words, whole_letters, without_clauses, without_sentence
-from dppo_megatron.rewards.math.units import DOUBTS, read_unit, stated_digits, with_digits
+from dppo_megatron.rewards.math.special import bare, plain_words, whole_letters, without_clauses, without_sentence
+from dppo_megatron.rewards.math.units import DOUBTS, ZERO, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
     from dppo_megatron.types import Grade
@@ -52,6 +51,7 @@ _REWRITE = regex(  # in a problem whose formulas begin and end with ;
 # an expression of the problem may be the answer
 _WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?")
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
+_NO_CHOICE = regex(r"[^A-Ja-jn,;&\s()\\]")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 
 
@@ -109,18 +109,22 @@ def _compare(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | Non
 def one_spelling(text: str) -> str:
     """An answer cleaned and without spaces that mean nothing: two answers for which it is the same are equal."""
     with suppress(ValueError):  # 5,000 digits that repeat
-        return _GAP.sub("", _cleaned(text)) or text
+        return _without_gaps(_cleaned(text)) or text
     return text
+
+
+def _without_gaps(cleaned: str) -> str:
+    return _GAP.sub("", cleaned) if " " in cleaned else cleaned
 
 
 def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None, str]:
     reference, other, problem = _reference(answer), _cleaned(text), str(row.get("problem", ""))[-_MAX_PROBLEM:]
-    spelled = _GAP.sub("", other)
-    if spelled and spelled == _GAP.sub("", reference):
+    spelled = _without_gaps(other)
+    if spelled and spelled == _without_gaps(reference):
         return True, "normalized"
     if (chosen := _same_choices(reference, other, problem)) is not None:
         return chosen, "choices"
-    if stated := _CHOICE_WITH_VALUE.fullmatch(IN_TEXT.sub(r"\1", reference).strip()):
+    if stated := _CHOICE_WITH_VALUE.fullmatch(bare(reference).strip()):
         reference = stated["value"]
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
@@ -128,7 +132,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
-        rules = replace(_rules(row, reference, other), problem=problem)
+        rules = _rules(row, reference, other, problem)
         is_right = equal(gold, theirs, rules)
         if isinstance(gold, Words) and isinstance(theirs, Words):
             is_right = is_right or _states(gold.text, theirs.text, problem)
@@ -239,7 +243,7 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     A choice may be followed by its value: mathematics, or what the problem offers under that letter. A lower-case
     letter is a choice only if the problem, if known, offers it; a capital one always, or it may be a point or a matrix.
     """
-    gold, theirs = (without_sentence(IN_TEXT.sub(r"\1", text).strip()) for text in (reference, other))
+    gold, theirs = (without_sentence(bare(text).strip()) for text in (reference, other))
     if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
         led = _CHOICE.fullmatch(theirs)
         if led is None or led[1].upper() != letter[1]:
@@ -253,16 +257,18 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
         has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", value)
         return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
     # (A) and (C) or AC; BAD may be a word
-    several, named = map(_several, (gold, theirs))
+    several = _several(gold)
     is_word = several == gold != "".join(sorted(gold))
     if several is None or is_word or not (gold.isupper() or "and" in gold):  # (a, b) is a point
         return None
-    if named is not None:
+    if (named := _several(theirs)) is not None:
         return named == several if asks_order(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
 
 
 def _several(text: str) -> str | None:
+    if _NO_CHOICE.search(text):
+        return None
     bare = re.sub(r"[\s()\\]", "", _BETWEEN_CHOICES.sub("", text))
     if not re.fullmatch("[A-Ja-j]{2,6}", bare) or len(set(bare)) < len(bare):
         return None
@@ -287,11 +293,11 @@ def _read(text: str) -> tuple[Answer | None, str]:
         return None, str(error)
 
 
-def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
+def _rules(row: Mapping[str, Any], reference: str, other: str, problem: str) -> Rules:
     """The rules that the row states; if it states none, those that follow from the digits of both sides."""
     precision = row.get("precision")  # OlympiadBench's tolerances; a plain number may be a count of digits
     tolerances: tuple[Fraction, ...] = ()
-    for stated in (row.get("tolerance"), precision if isinstance(precision, list) else None):
+    for stated in (row.get("tolerance", ()), precision if isinstance(precision, list) else ()):
         parts = stated if isinstance(stated, (list, tuple)) else str(stated).split(",")
         with suppress(ValueError):
             tolerances = tolerances or tuple(abs(Fraction(str(part).strip())) for part in parts)
@@ -302,8 +308,8 @@ def _rules(row: Mapping[str, Any], reference: str, other: str) -> Rules:
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
     wholes = whole_letters(reference)
     if tolerances or unit is not None or (is_rounded and digits):
-        place = place if is_rounded else Fraction(0)
-        return Rules(tolerances, unit, place, is_exact=False, wholes=wholes)
-    place = place if digits >= 3 else Fraction(0)
-    their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else Fraction(0)
-    return Rules(last_place=place, their_last_place=their_place, wholes=wholes)
+        place = place if is_rounded else ZERO
+        return Rules(tolerances, unit, place, is_exact=False, wholes=wholes, problem=problem)
+    place = place if digits >= 3 else ZERO
+    their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else ZERO
+    return Rules(last_place=place, their_last_place=their_place, wholes=wholes, problem=problem)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import PI, Node, Unreadable, substituted, symbols, walk
 from dppo_megatron.rewards.math.clean import GREEK
-from dppo_megatron.rewards.math.units import MAX_DIGITS, MAX_EXPONENT
+from dppo_megatron.rewards.math.units import MAX_DIGITS, MAX_EXPONENT, decimal
 
 MAX_CHARS = 1500
 _MAX_DEPTH = 40
@@ -85,11 +85,12 @@ class _Reader:
         node = self._factor()
         while True:
             # the argument of a function without brackets ends before * and /: \cos t \cdot x
-            if not until_function and self._take("*"):
+            sign = "" if until_function else self._take("*", "/", "\\bmod", "\\mod")
+            if sign == "*":
                 node = self._times(node, self._signed(self._factor))
-            elif not until_function and self._take("/"):
+            elif sign == "/":
                 node = _quotient(node, self._signed(self._factor))
-            elif not until_function and self._take("\\bmod", "\\mod"):
+            elif sign:
                 node = ("f", "mod", node, self._signed(self._factor))
             elif self._starts_factor(until_function):
                 digits = self._peek()[0] in "0123456789."
@@ -113,22 +114,19 @@ class _Reader:
 
     def _factor(self) -> Node:
         node = self._primary()
-        while True:
-            if self._take("^"):
+        while sign := self._take("^", "!!", "!", "%", "\\degree"):
+            if sign == "^":
                 power = self._signed(self._primary)
                 if node[0] == "s" and "_" not in node[1] and self._peek() == "_":  # v^2_0 means v_0^2
                     node = ("s", self._name(node[1]))
                 node = ("^", node, power)
-            elif sign := self._take("!!", "!"):
+            elif sign[0] == "!":
                 if self._peek() == "!":
                     raise Unreadable("a triple factorial")
                 node = ("f", "factorial" if sign == "!" else "factorial2", node)
-            elif self._take("%"):
-                node = ("/", node, ("n", Fraction(100)))
-            elif self._take("\\degree"):
-                node = ("*", node, DEGREE)
             else:
-                return node
+                node = ("/", node, ("n", Fraction(100))) if sign == "%" else ("*", node, DEGREE)
+        return node
 
     def _primary(self) -> Node:
         token = self._peek()
@@ -149,7 +147,9 @@ class _Reader:
             raise Unreadable("not a number, or too long")
         is_scientific = match[2] is not None and self.text.strip(" +-") == match.group()  # not 2e-5 in \\frac{2e-5}{e}
         self.position = match.end(0 if is_scientific else 1)
-        value = Fraction(match[1].replace(",", "")) * Fraction(10) ** (int(match[2]) if is_scientific else 0)
+        value = decimal(match[1].replace(",", ""))
+        if is_scientific:
+            value *= Fraction(10) ** int(match[2])
         fraction = None if is_scientific or "." in match[1] else _MIXED.match(self.text, self.position)
         if fraction is None:
             return ("n", value)
@@ -311,11 +311,11 @@ class _Reader:
         """Skip spaces. If one of `signs` comes next, move behind it and return it; else return ""."""
         while self.text.startswith(" ", self.position):
             self.position += 1
-        for sign in signs:
-            if self.text.startswith(sign, self.position):
-                self.position += len(sign)
-                return sign
-        return ""
+        if not self.text.startswith(signs, self.position):
+            return ""
+        found = next(sign for sign in signs if self.text.startswith(sign, self.position))
+        self.position += len(found)
+        return found
 
 
 def _quotient(above: Node, below: Node) -> Node:

@@ -15,7 +15,7 @@ from dppo_megatron.rewards.math.answers import Answer, AnswerList, Node, Unreada
 from dppo_megatron.rewards.math.clean import closing, split_top
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection, read_inequality, whole_members
 from dppo_megatron.rewards.math.parse import CURRENCIES, DEGREE, parse
-from dppo_megatron.rewards.math.special import IN_TEXT, read_grid, read_special, read_words, without_sentence
+from dppo_megatron.rewards.math.special import bare, read_grid, read_special, read_words, without_sentence
 from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_number, read_unit
 
 _SEPARATOR = (
@@ -86,7 +86,7 @@ def read_answer(text: str, depth: int = 0) -> Answer:
 
 def _read_compound(text: str) -> Answer | None:
     """A measure of several parts (1 hour 30 minutes, 5 feet 6 inches), in its last unit. 3 m and 5 m are two."""
-    plain = IN_TEXT.sub(r" \1 ", text).strip()
+    plain = bare(text, " ").strip()
     parts = re.findall(_PART_OF_MEASURE, plain) if _COMPOUND.fullmatch(plain) else []
     measures = [(Fraction(number), unit) for number, words in parts if (unit := read_unit(words)) and unit.dimension]
     sizes = [(number * unit.factor, unit.factor) for number, unit in measures]
@@ -108,13 +108,13 @@ def _read_text(text: str, depth: int) -> Answer | None:
     names = re.split(_SEPARATOR, inner or text) if is_text or text[0].isupper() else []
     if len(names) > 1 and all(re.fullmatch("[A-Z][a-z]+", name) for name in names):
         return AnswerList("list", tuple(map(read_words, names)))
-    is_answer = re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
+    is_answer = inner and re.search(r",|;|\b(?:and|or)\b|^\(?[A-Za-z]\)?$|^[\d.-]|\{", inner)
     return read_answer(inner, depth + 1) if is_answer else None
 
 
 def _read_list(text: str, depth: int) -> Answer | None:
     """Several answers, or conditions, which are combined."""
-    before, *labelled = _PART_LABEL.split(text)
+    before, *labelled = _PART_LABEL.split(text) if "(" in text else [text]
     labels, contents = labelled[::2], labelled[1::2]
     is_counted = any({*labels} == {*every.split()[: len(labels)]} for every in _PART_LABELS)
     if len(labels) > 1 and not before and is_counted and all(map(_PART.fullmatch, contents)):  # (a) 4 (b) 7
@@ -241,7 +241,7 @@ def _read_relation(text: str, depth: int) -> Answer | None:
 
 def _ratio(text: str) -> Answer | None:
     """A ratio: `3 : 2` of any expressions, `3 to 2` of numbers and letters only."""
-    parts = _TO.split(text)
+    parts = _TO.split(text) if "to" in text else [text]
     if len(parts) == 1 or not all(map(_TERM.fullmatch, parts)):
         parts = split_top(text, r"\s*:\s*")
     if len(parts) == 1 or text.startswith("\\{"):
@@ -338,7 +338,7 @@ def _read_value(text: str, depth: int) -> Answer | None:
         with contextlib.suppress(Unreadable):
             return _measure(parse(text), None)
     for tail in (_UNIT_TAIL.search(text), word, letters):
-        words = IN_TEXT.sub(r"\1", tail["unit"]) if tail and tail.start("unit") else ""
+        words = bare(tail["unit"]) if tail and tail.start("unit") else ""
         if tail and re.search("[A-Za-z%]", words):
             found = _with_words(text[: tail.start("unit")].strip(), words)
             if found is not None:

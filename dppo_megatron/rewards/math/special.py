@@ -15,7 +15,7 @@ from dppo_megatron.rewards.math.number_sets import half_line
 from dppo_megatron.rewards.math.parse import ONE, parse
 from dppo_megatron.rewards.math.units import DOUBTS, SMALL
 
-IN_TEXT = regex(r"\\text\{([^{}]*)\}")
+_IN_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
 _PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
 _CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
@@ -75,6 +75,7 @@ _CLAUSE = regex(
     rf"|,\s*{_IS_OF_A_SET}(?=\)|\\\}}|\Z)|\(\s*{_IS_OF_A_SET}\)(?!\s*[=<>])",
     re.DOTALL,
 )
+_OF_CLAUSES = regex(r"for|where|with|\\in")
 _ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
@@ -88,20 +89,20 @@ _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 def read_special(text: str, depth: int) -> Answer | None:
     """The answer, if it has a special form; else None."""
     plain = plain_words(text)
-    for pattern, spelled in _SPELLED.items() if "!" not in text and re.search("[ |]", plain) else ():
+    for pattern, spelled in _SPELLED.items() if "!" not in text and (" " in plain or "|" in plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
     if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(plain.removeprefix("the set of ").removesuffix("s")):
         return named
-    if match := _HALF_LINE.fullmatch(text):
+    if "\\mathbb" in text and (match := _HALF_LINE.fullmatch(text)):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
-    if match := _BASED.fullmatch(IN_TEXT.sub(r"\1", text)) or _BASED_WORDS.fullmatch(text):
+    if ("_" in text or "base" in text) and (match := _BASED.fullmatch(bare(text)) or _BASED_WORDS.fullmatch(text)):
         base = int(match[2]) if match[2].isdigit() and len(match[2]) < 4 else SMALL.get(match[2], 0)
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
-    if match := _CLOCK.fullmatch(IN_TEXT.sub(r"\1", text).strip()):
+    if match := _CLOCK.fullmatch(bare(text).strip()):
         return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
-    if match := _CONGRUENCE.fullmatch(text):
+    if "mod" in text and (match := _CONGRUENCE.fullmatch(text)):
         if (match["number"] or " ") > " ":  # 2^{100} is 5 modulo 7
             return Value(("n", Fraction(match["residues"])))
         residues = _residues(match["residues"], int(match["modulus"]))
@@ -140,8 +141,13 @@ def read_words(text: str) -> Answer:
 
 def plain_words(text: str) -> str:
     """Without punctuation, but with decimal points and the primes of letters: less than 1.5, point A'."""
-    text = _GROUPING.sub("", IN_TEXT.sub(r" \1 ", text) if "text" in text else text)
+    text = _GROUPING.sub("", bare(text, " "))
     return " ".join(_PUNCTUATION.sub(" ", text).lower().split())
+
+
+def bare(text: str, beside: str = "") -> str:
+    """The text without the command \\text and its braces; with `beside` before and after their content."""
+    return _IN_TEXT.sub(lambda found: beside + found[1] + beside, text) if "\\text" in text else text
 
 
 def _based(digits: str, base: int) -> Answer:
@@ -172,8 +178,8 @@ def without_clauses(text: str, gold: str | None = None) -> str:
         >>> without_clauses("f(x)=x, \\\\forall x \\\\in \\\\mathbb{R}", ""), without_clauses("x for all x > 7", "x")
         ('f(x)=x', 'x for all x > 7')
     """
-    if "\\begin{cases}" in text:
-        return text
+    if "\\begin{cases}" in text or not _OF_CLAUSES.search(text):
+        return text.strip() or text
     stated = set().union(*(_domain(found[0]) for found in _CLAUSE.finditer(gold or "")))
     if re.search(r"mod(?![a-z])|\\n?mid(?![a-z])|\b(?:odd|even)\b", gold or ""):
         stated.add("integer")
@@ -196,9 +202,9 @@ def _adds_nothing(clause: str, stated: set[str]) -> bool:
 
 def whole_letters(text: str) -> frozenset[str]:
     """The letters that a clause calls integers, without the arguments of functions and sequences: f(k) = k + 1."""
-    clauses = [found[0] for found in _CLAUSE.finditer(text)]
+    clauses = [found[0] for found in _CLAUSE.finditer(text)] if _OF_CLAUSES.search(text) else []
     letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
-    return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text)))
+    return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
 
 
 def _letters(clause: str) -> set[str]:

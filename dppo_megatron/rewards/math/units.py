@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from dppo_megatron.rewards.math import regex
 
+ZERO = Fraction(0)
 MAX_DIGITS = 2000  # of a number: int() of a long text takes quadratic time
 MAX_EXPONENT = 5000  # of scientific notation: 1e999999999 would fill the memory
 _PLAIN = regex(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[+-]?\.\d+", re.ASCII)
@@ -35,19 +36,24 @@ MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6,
 _PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
 _DENOMINATORS = dict(zip(_PARTS.split(), (2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True))
 _WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS, 'and', 'an?', *(f'{part}s?' for part in _DENOMINATORS)))})"
-_RUN = regex(rf"(?<![\w\\-])(?:(?:minus|negative) +)?{_WORD}(?:(?:-| +){_WORD})*(?![\w-])", re.IGNORECASE)
+_RUN = regex(rf"(?<![\w\\-])(?=[a-z])(?:(?:minus|negative) +)?{_WORD}(?:(?:-| +){_WORD})*(?![\w-])", re.IGNORECASE)
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
     """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50."""
-    if not text or len(text) > MAX_DIGITS:
+    if not text or text[0] not in "+-.0123456789" or len(text) > MAX_DIGITS:
         return None
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
     elif _DOTTED.fullmatch(text):
         text = text.replace(".", "").replace(",", ".")
-    return Fraction(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
+    return decimal(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
+
+
+def decimal(text: str) -> Fraction:
+    """The value of a decimal without commas."""
+    return Fraction(int(text) if text.isdigit() else text)  # of a text it takes three times as long
 
 
 def stated_digits(text: str) -> tuple[int, Fraction]:
@@ -57,7 +63,7 @@ def stated_digits(text: str) -> tuple[int, Fraction]:
     whole, places, *exponents = match.groups() if match else ("", None, None, None)
     exponent = exponents[0] or exponents[1]
     if (places is None and exponent is None) or len(exponent or "") > 5:
-        return 0, Fraction(0)
+        return 0, ZERO
     digits = (whole + (places or "")).replace(",", "").lstrip("0")
     return len(digits), Fraction(10) ** (int(exponent or 0) - len(places or ""))
 
