@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.math_cases import case, check
+
+from dppo_megatron.rewards.math import clean
 
 
 def test_currencies_are_told_apart() -> None:
@@ -112,3 +117,12 @@ def test_signs_that_chats_and_other_countries_write() -> None:
         + case(r"\text{The lines are parallel.}", ["parallel"], ["perpendicular", "lines"])
         + case(r"0.5 \text{ J}", ["0.5 N·m"], ["0.5 N·s"]),
     )
+
+
+@pytest.mark.parametrize("rule", [rule for rule in clean._RULES if " : " in rule])
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_no_rule_is_left_out_where_its_pattern_is_found(rule: str, data: st.DataObject) -> None:
+    """Whatever it finds has in it what the rule says that a text needs."""
+    needed, _, pattern = rule.rpartition(" : ")
+    assert needed in data.draw(st.from_regex(pattern))
