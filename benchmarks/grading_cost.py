@@ -19,7 +19,7 @@ from pathlib import Path
 
 from grading_accuracy import labelled
 
-from dppo_megatron.rewards.math import field, grader
+from dppo_megatron.rewards.math import evaluate, field, grader
 
 _ROOT = Path(__file__).resolve().parents[1]
 Pair = tuple[str, str, dict[str, object]]
@@ -58,6 +58,7 @@ def _seconds(pair: Pair) -> float:
         for function in vars(module).values():
             if hasattr(function, "cache_clear") and function is not field._prime:
                 function.cache_clear()
+    evaluate._rounded.cache_clear()
     begin = time.process_time()
     grader.grade_math(*pair)
     return time.process_time() - begin

@@ -92,8 +92,8 @@ Answer = Value | AnswerList | Intervals | Relation | Named | Words
 
 def symbols(node: Node) -> frozenset[str]:
     """The names of its variables."""
-    if node[0] == "s":
-        return frozenset([node[1]])
+    if node[0] in "nsc":
+        return frozenset(node[1:]) if node[0] == "s" else frozenset()
     if node[0] == "big":  # each part is visited once, since sums may be nested in the bounds of sums
         return symbols(node[5]) - {node[2]} | symbols(node[3]) | symbols(node[4])
     return frozenset[str]().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
@@ -104,7 +104,8 @@ def walk(node: Node) -> Iterator[Node]:
     stack = [node]
     while stack:
         yield (node := stack.pop())
-        stack += [part for part in reversed(node[1:]) if isinstance(part, tuple)]
+        if node[0] not in "nsc":
+            stack += [part for part in reversed(node[1:]) if isinstance(part, tuple)]
 
 
 def substituted(node: Node, by: Mapping[str, Node]) -> Node:

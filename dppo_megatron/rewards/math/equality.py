@@ -60,12 +60,13 @@ def _same(gold: Node, other: Node, work: WorkLimit) -> bool | None:
     names = sorted(symbols(gold) | symbols(other))
     if gold[0] == other[0] == "n" or INFINITY in (gold, other, gold[1], other[1]):
         return False
-    verdict = proved_equal(gold, other, work)
+    found = steps(("+", gold, other))
+    verdict = proved_equal(gold, other, bool(found), work)
     if verdict is not None:
         return verdict
     if not names:
         return {"equal": True, "different": False}.get(_at(gold, other, {}, work))
-    if found := steps(("+", gold, other)):
+    if found:
         is_discrete = found <= {"floor", "mod"} and _WHOLE.issuperset(names)
         return _same_wholes(gold, other, names, work) if is_discrete else None
     return _same_functions(gold, other, names, work) if len(names) <= _MAX_NAMES else None

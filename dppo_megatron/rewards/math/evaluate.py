@@ -53,12 +53,19 @@ class WorkLimit:
 
 
 @functools.cache  # creating it takes a millisecond
-def _arithmetic(digits: int) -> Any:
+def _arithmetic(digits: int) -> tuple[Any, Any]:
+    """The arithmetic of mpmath with so many digits, and 1 in the last but 20 of them."""
     import mpmath
 
     context = mpmath.mp.clone()
     context.dps = digits
-    return context
+    return context, context.mpf(10) ** (20 - digits)
+
+
+@functools.lru_cache(maxsize=256)  # the letters' values in both trees, for example
+def _rounded(above: int, below: int, digits: int) -> Any:
+    number = _arithmetic(digits)[0].mpf(above)
+    return number if below == 1 else number / below
 
 
 def rational(node: Node, values: Point | None = None, work: WorkLimit | None = None) -> Fraction | None:
@@ -91,9 +98,9 @@ class Evaluation:
 
     def __init__(self, values: Point, work: WorkLimit, digits: int = 60) -> None:
         self.values, self.work = dict(values), work
-        self._arithmetic, self._cost = _arithmetic(digits), 3 + digits * digits // 2500
-        # relative to the terms: values that differ by less may be equal, with 20 digits for rounding errors
-        self.tiny = self._arithmetic.mpf(10) ** (20 - digits)
+        self._digits, self._cost = digits, 3 + digits * digits // 2500
+        # tiny, relative to the terms: values that differ by less may be equal, with 20 digits for rounding errors
+        self._arithmetic, self.tiny = _arithmetic(digits)
         self.has_branch = False  # a root or logarithm of a number that is not positive was taken: it has several values
         self.largest: Any = 0  # term of all sums, by which a difference of nearly equal ones is judged
         self.bits = 0  # length of the longest fraction that was rounded
@@ -127,16 +134,16 @@ class Evaluation:
 
     def lift(self, value: Any) -> Any:
         """`value` as a number of mpmath; a fraction is rounded."""
-        if isinstance(value, Fraction):
-            bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-            self.bits = max(self.bits, bits)
-            self.work.spend(bits // 256)
-            number = self._arithmetic.mpf(value.numerator)
-            return number if value.denominator == 1 else number / value.denominator
-        return value
+        if type(value) is not Fraction:
+            return value
+        above, below = value.as_integer_ratio()
+        bits = max(above.bit_length(), below.bit_length())
+        self.bits = max(self.bits, bits)
+        self.work.spend(bits // 256)
+        return _rounded(above, below, self._digits)
 
     def _operation(self, kind: str, left: Any, right: Any) -> Any:
-        if isinstance(left, Fraction) and isinstance(right, Fraction):
+        if type(left) is type(right) is Fraction:
             return self._fits(left + right if kind == "+" else left * right if kind == "*" else left / right)
         self.work.spend(self._cost)
         left, right = self.lift(left), self.lift(right)
@@ -144,28 +151,30 @@ class Evaluation:
         if kind == "+":
             self.largest = max(self.largest, abs(left), abs(right))
         size = self.largest if kind == "+" else result
-        if not self._is_zero(size):  # beside a term with 150 factors pi, small terms would be rounded away
-            self.bits = max(self.bits, abs(self._arithmetic.mag(size)))
+        bits = abs(self._arithmetic.mag(size))
+        if bits > self.bits and not self._is_zero(size):  # beside 150 factors pi, small terms would be rounded away
+            self.bits = bits
         return result
 
     def _fits(self, value: Fraction) -> Fraction:
-        bits = value.numerator.bit_length() + value.denominator.bit_length()
+        above, below = value.as_integer_ratio()
+        bits = above.bit_length() + below.bit_length()
         if bits > 2 * _MAX_BITS:
             raise TooBig
-        self.work.spend(bits // (4096 if value.denominator == 1 else 256))
+        self.work.spend(bits // (4096 if below == 1 else 256))
         return value
 
     def _power(self, base: Node, exponent: Node) -> Any:
         power, value = self.of(exponent), self.of(base)
         if base == ("c", "e"):
             return Fraction(1) if power == 0 else self._called("exp", self.lift(power))
-        if self._is_zero(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
+        if exponent[0] != "n" and self._is_zero(value) and symbols(exponent):  # 0^{(x-7)^2} is 0 at every point but one
             raise TooBig("0 to a power that may be 0")
         return self._raised(value, power)
 
     def _is_zero(self, value: Any) -> bool:
         """Whether it is 0, or may be 0 apart from rounding errors."""
-        return not value or (not isinstance(value, Fraction) and abs(value) <= self.tiny)
+        return not value or (type(value) is not Fraction and abs(value) <= self.tiny)
 
     def _raised(self, base: Any, power: Any) -> Any:
         """base^power; odd roots of real numbers are real."""
@@ -174,26 +183,27 @@ class Evaluation:
             if power.real > 0:
                 return Fraction(0)
             raise Undefined("0 to the power 0 or less")
-        if isinstance(power, Fraction) and power.denominator <= 100:
-            if power.denominator % 2 and not base.imag and base.real < 0:
+        above, below = power.as_integer_ratio() if type(power) is Fraction else (0, 0)
+        if 0 < below <= 100:
+            if below % 2 and not base.imag and base.real < 0:
                 root = self._raised(-base.real, power)
-                return -root if power.numerator % 2 else root
-            if isinstance(base, Fraction) and (root := self._exact_root(base, power.denominator)) is not None:
+                return -root if above % 2 else root
+            if type(base) is Fraction and (root := self._exact_root(base, below)) is not None:
                 bits = max(root.numerator.bit_length(), root.denominator.bit_length())
-                bits = (bits - 1) * abs(power.numerator)  # bits - 1, so that 1 may have any power
+                bits = (bits - 1) * abs(above)  # bits - 1, so that 1 may have any power
                 if bits > _MAX_BITS:
                     raise TooBig
                 self.work.spend(bits // 512)
-                return self._fits(root**power.numerator)
-            if power.denominator == 1:
-                if abs(power) > _MAX_BITS:
+                return self._fits(root**above)
+            if below == 1:
+                if abs(above) > _MAX_BITS:
                     raise TooBig
                 self.work.spend(3 * self._cost)
-                result = base ** int(power)
+                result = base**above
                 self.bits = max(self.bits, 0 if self._is_zero(base) else abs(self._arithmetic.mag(result)))
                 return result
         base = self.lift(base)
-        if power == _HALF:
+        if (above, below) == (1, 2) or (not below and power == _HALF):
             self.has_branch |= bool(base.imag or base.real <= 0)
             return self._called("sqrt", base)
         return self._called("exp", self.lift(power) * self._ln(base))
@@ -229,7 +239,7 @@ class Evaluation:
         return result if result.imag else result.real
 
     def _function(self, name: str, values: list[Any]) -> Any:
-        fractions = all(isinstance(value, Fraction) for value in values)
+        fractions = all(type(value) is Fraction for value in values)
         if name == "abs":
             return abs(values[0])
         if name == "max":

@@ -34,14 +34,14 @@ def drawn(purpose: str) -> Random:
     return Random(_SECRET + purpose.encode())
 
 
-def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
-    """True for equal trees, False for rational functions that differ, None if neither is proved.
+def proved_equal(gold: Node, other: Node, has_letters: bool, work: WorkLimit) -> bool | None:
+    """True for equal trees, False for rational functions that differ, None if neither is proved. With `has_letters`, as
+    for trees with `steps`, what is not rational is a letter of its own.
 
     Raises:
         TooBig: it takes too many operations or combinations of signs.
     """
-    pair = ("+", gold, other)
-    has_letters, is_gaussian = bool(steps(pair)), ("c", "i") in walk(pair)
+    is_gaussian = ("c", "i") in walk(("+", gold, other))
     try:
         if _FieldPoint(0, has_letters, is_gaussian, work).agree(gold, other):
             return True
@@ -52,6 +52,8 @@ def proved_equal(gold: Node, other: Node, work: WorkLimit) -> bool | None:
 
 def steps(node: Node) -> set[str]:
     """Functions in the tree that change their branch somewhere; the root of a square counts as an absolute value."""
+    if node[0] in "nsc":
+        return set()
     if node[0] == "big":  # its letter varies if its bounds do; inserting nested bounds would make trees of length 2^n
         _, _, name, low, high, body = node
         body = body if symbols(low) | symbols(high) else substituted(body, {name: ("n", Fraction(997, 7))})
@@ -73,7 +75,7 @@ def _is_root(node: Node) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _exponent(node: Node) -> Fraction | None:
     """The exponent's value, cached and not charged: 50 sums as exponents were computed anew for each choice of sign."""
-    return rational(node, None, WorkLimit(100))
+    return node[1] if node[0] == "n" else rational(node, None, WorkLimit(100))
 
 
 def _whole_power(node: Node) -> int | None:
@@ -99,16 +101,18 @@ def _is_square(inside: Node) -> bool:
     """Whether a tree is the square of another one, or a positive number times such a square. Then it has a root either
     at every point or at none."""
     point = {name: Fraction(97 + 13 * turn, 7) for turn, name in enumerate(sorted(symbols(inside)))}
-    if not point or (approximate(inside, point, WorkLimit(100)) or 0) < 0:  # the root of -x^2 is not |x|
+    if not point:
         return False
     work = WorkLimit(1000 // (1 + sum(map(_is_root, walk(inside)))))  # less for each, since 38 nested roots call this
     is_gaussian = ("c", "i") in walk(inside)  # modulo any other prime, -1 has no root to stand for i
     points = (_FieldPoint(part, True, is_gaussian, work) for part in range(_SQUARE_POINTS))
     try:
         first = next(points).has_root(inside)
-        return all(point.has_root(inside) == first for point in points)
+        is_square = all(one.has_root(inside) == first for one in points)
     except (Undefined, TooBig, ValueError):
-        return bool(inside[0] == "^")
+        is_square = inside[0] == "^"
+    # the root of -x^2 is not |x|
+    return is_square and (approximate(inside, point, WorkLimit(100)) or 0) >= 0
 
 
 @functools.cache
@@ -126,9 +130,11 @@ def _letter(name: str, place: str, prime: int) -> int:
     numbers = drawn(f"{place} {name}")
     while True:
         value = numbers.randrange(2, prime)
+        if name != "constant i":
+            return value
         root = pow(value, prime // 4, prime)
-        if name != "constant i" or root * root % prime == prime - 1:
-            return root if name == "constant i" else value
+        if root * root % prime == prime - 1:
+            return root
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,7 +176,8 @@ class _FieldPoint:
         kind, prime = node[0], self._prime
         if kind == "n":
             number: Fraction = node[1]
-            return number.numerator * pow(number.denominator, -1, prime) % prime
+            above, below = number.as_integer_ratio()
+            return above % prime if below == 1 else above * pow(below, -1, prime) % prime
         if kind == "s" or (kind == "c" and node[1] != "inf"):
             return _letter(f"{'constant ' * (kind == 'c')}{node[1]}", self._place, self._prime)
         if kind == "-":
