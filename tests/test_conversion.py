@@ -158,9 +158,11 @@ def test_a_read_only_model_is_converted(source: Path, tmp_path: Path) -> None:
 
 
 def _save_as_older_megatrons(model: Path, target: Path) -> set[str]:
-    """On ranks: the checkpoint of a mixture with two optimizers, whose keys have their numbers; the keys' beginnings."""
+    """On ranks: the checkpoint of a mixture with two optimizers, whose keys have their numbers, and with a layer for
+    multi-token prediction; the keys' beginnings."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from dppo_megatron.checkpoint.writers import use_own_writers
 
@@ -172,6 +174,8 @@ def _save_as_older_megatrons(model: Path, target: Path) -> set[str]:
 
     actor._optimizer.sharded_state_dict = numbered
     state = actor.sharded_state()
+    replica = (0, 0, torch.distributed.get_rank())
+    state["mtp"] = ShardedTensor.from_rank_offsets("mtp.layers.0.hnorm.weight", torch.ones(4), replica_id=replica)
     beginnings = {value.key.partition(".")[0] for value in nested_values(state) if hasattr(value, "key")}
     use_own_writers()
     dist_checkpointing.save(state, str(target))
@@ -179,11 +183,11 @@ def _save_as_older_megatrons(model: Path, target: Path) -> set[str]:
 
 
 def test_an_older_megatrons_mixture_is_read(tmp_path: Path) -> None:
-    """Its optimizers' state is no part of the model, whatever it is called."""
+    """Its optimizers' state is no part of the model, whatever it is called, and neither is multi-token prediction."""
     source, saved = write_model(tmp_path / "source", family="qwen3_moe"), tmp_path / "megatron"
     saved.mkdir()
     beginnings = set().union(*run_ranks(_save_as_older_megatrons, 2, source, saved))
-    assert beginnings == {"embedding", "decoder", "output_layer", "chained_0", "chained_1"}
+    assert beginnings == {"embedding", "decoder", "output_layer", "chained_0", "chained_1", "mtp"}
     assert _convert("to-hf", "--checkpoint", saved, "--hf", source, "--out", tmp_path / "hf", "--verify") == 0
     _assert_byte_equal(tmp_path / "hf", source)
 
