@@ -215,8 +215,8 @@ def read_identity(path: Path) -> str:
 
 
 def sees_run(path: Path, run: str) -> bool:
-    """Whether this rank sees the directory that rank 0 has begun for `run`. Else each machine would keep its own part of
-    a checkpoint, which rank 0 would take for complete."""
+    """Whether this rank sees the directory that rank 0 has begun for `run`. If not, each machine would keep its part of
+    every checkpoint, and rank 0 would take its own part for complete."""
     for wait_s in (0, 1, 2, 4, 8, 16, 32):  # a machine may remember for a minute that a name was not on the file server
         time.sleep(wait_s)
         with suppress(OSError, UserError):
