@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.data.sets import set_sizes
 from dppo_megatron.data.summary import check_data, write_first_prompts
-from dppo_megatron.distributed import from_rank_zero, on_every_rank
+from dppo_megatron.distributed import from_rank_zero, gather_all, on_every_rank
 from dppo_megatron.evaluation.eval_scores import EvalScores
 from dppo_megatron.evaluation.evaluator import measured_as
 from dppo_megatron.job import Job
@@ -36,7 +37,7 @@ from dppo_megatron.launcher_env import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
-from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error
+from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error, sees_run
 from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.process import Cell, StepLine
@@ -340,6 +341,10 @@ class Run:
     def _open_run(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
         self._run = from_rank_zero(self._open_directory)
+        if apart := gather_all([] if sees_run(self._directory, self._run) else [socket.gethostname()]):
+            where = ", ".join(sorted(set(apart))[:4])
+            problem = f"rank 0's directory is not seen from {where}; a job's machines must share the file system"
+            raise on_every_rank(UserError(f"run_dir = '{self._directory}': {problem}"))
         changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
         self._store = CheckpointStore(
             self._directory / "checkpoints",

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.launch import run_ranks
-from support.tiny import FAMILIES, Parallel, hf_logprobs, plan_for, random_samples, write_model
+from support.tiny import FAMILIES, Parallel, build_actor, hf_logprobs, plan_for, random_samples, write_model
 from transformers import AutoModelForCausalLM
 
 from dppo_megatron.actor.actor import Actor
@@ -144,6 +144,52 @@ def test_a_correction_bias_is_not_rounded(tmp_path: Path) -> None:
     biases = {name for name in original if name.endswith("e_score_correction_bias")}
     assert biases and all(torch.equal(written[name], original[name]) for name in biases)
     assert {tensor.dtype for name, tensor in written.items() if name not in biases} == {torch.bfloat16}
+
+
+def test_a_read_only_model_is_converted(source: Path, tmp_path: Path) -> None:
+    """As clusters publish them. config.json is edited, which in a read-only copy only root can."""
+    model, megatron, out = tmp_path / "model", tmp_path / "megatron", tmp_path / "hf"
+    shutil.copytree(source, model)
+    for path in model.iterdir():
+        path.chmod(0o444)
+    assert _convert("to-megatron", "--hf", model, "--out", megatron) == 0
+    assert _convert("to-hf", "--checkpoint", megatron, "--out", out) == 0
+    assert [path.name for path in (*megatron.iterdir(), *out.iterdir()) if not path.stat().st_mode & 0o200] == []
+
+
+def _save_as_older_megatrons(model: Path, target: Path) -> set[str]:
+    """On ranks: the checkpoint of a mixture with two optimizers, whose keys have their numbers, and with a layer for
+    multi-token prediction; the keys' beginnings."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from dppo_megatron.checkpoint.writers import use_own_writers
+
+    actor = build_actor(model, Parallel(dp=2, ep=2, etp=1, distributed_optimizer=True))
+    describe = actor._optimizer.sharded_state_dict
+
+    def numbered(state: Any, metadata: dict[str, Any], **others: Any) -> Any:
+        return describe(state, metadata=metadata | {"chained_optim_avoid_prefix": False}, **others)
+
+    actor._optimizer.sharded_state_dict = numbered
+    state = actor.sharded_state()
+    replica = (0, 0, torch.distributed.get_rank())
+    state["mtp"] = ShardedTensor.from_rank_offsets("mtp.layers.0.hnorm.weight", torch.ones(4), replica_id=replica)
+    beginnings = {value.key.partition(".")[0] for value in nested_values(state) if hasattr(value, "key")}
+    use_own_writers()
+    dist_checkpointing.save(state, str(target))
+    return beginnings
+
+
+def test_an_older_megatrons_mixture_is_read(tmp_path: Path) -> None:
+    """Its optimizers' state is no part of the model, whatever it is called, and neither is multi-token prediction."""
+    source, saved = write_model(tmp_path / "source", family="qwen3_moe"), tmp_path / "megatron"
+    saved.mkdir()
+    beginnings = set().union(*run_ranks(_save_as_older_megatrons, 2, source, saved))
+    assert beginnings == {"embedding", "decoder", "output_layer", "chained_0", "chained_1", "mtp"}
+    assert _convert("to-hf", "--checkpoint", saved, "--hf", source, "--out", tmp_path / "hf", "--verify") == 0
+    _assert_byte_equal(tmp_path / "hf", source)
 
 
 def test_a_run_can_start_from_a_converted_checkpoint(converted: Path) -> None:

@@ -13,15 +13,19 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.cases import Choose
 from support.disk_faults import Killed, disk_fault
+from support.job import job_config
 from support.launch import run_ranks
 from support.logged import logged_lines
 from support.processes import in_child, kill
@@ -31,10 +35,12 @@ from dppo_megatron.actor.layout import start_process_group
 from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.distributed import on_every_rank
-from dppo_megatron.observe import json_lines
+from dppo_megatron.job import prepare_job
+from dppo_megatron.observe import json_lines, run_directory
 from dppo_megatron.observe.json_lines import OLD, JsonLines, rewind
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.observe.run_directory import RunDirectory, as_user_error
+from dppo_megatron.run import Run
 from dppo_megatron.types import RunAborted, UserError
 
 
@@ -144,6 +150,38 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
     """/proc takes no directories from anybody, root included."""
     with pytest.raises(UserError, match=r"run_dir = '/proc/dppo' cannot be written: "):
         RunDirectory(Path("/proc/dppo"))
+
+
+def _start(files: Path, places: list[Path], late: bool) -> str:
+    """On ranks: start a run in the directory "run" of this rank's place. Waiting takes no time, but if `late`, the
+    place becomes rank 0's while this rank waits."""
+    place, waited = places[int(os.environ["RANK"])], 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal waited
+        waited += seconds
+        if late and waited > 30:
+            os.chdir(places[0])
+
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    try:
+        with (
+            patch.object(run_directory, "time", SimpleNamespace(sleep=sleep, strftime=time.strftime)),
+            Run(prepare_job(job_config(files, Path("run")), len(places))),
+        ):
+            return f"started after {waited:g} s"
+    except UserError as error:
+        return str(error)
+
+
+def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path, tmp_path: Path) -> None:
+    """Each would write its own ranks' part of every checkpoint, which rank 0 would publish as complete. A machine that
+    sees the directory half a minute late, as by NFS, is waited for."""
+    apart, late = ([tmp_path / f"{name}{rank}" for rank in (0, 1)] for name in ("apart", "late"))
+    said = f"run_dir = 'run': rank 0's directory is not seen from {socket.gethostname()}; a job's machines must share"
+    assert [text.startswith(said) for text in run_ranks(_start, 2, files, apart, False)] == [True, True]
+    assert run_ranks(_start, 2, files, late, True) == ["started after 0 s", "started after 31 s"]
 
 
 @pytest.mark.parametrize("identity", ["", "5", "{}", '{"format": "x", "run": "y"}', "[" * 100_000, None])

@@ -303,24 +303,31 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
             saved = {name: one if one.data_ptr() in lasting else one.cpu() for name, one in mine.items()}
             return {name: tensor.view(param.shape) for name, tensor in saved.items()}
         whole = {}
-        for name, tensor in mine.items():  # one by one, so that the device holds at most one assembled state
+        for name, tensor in mine.items():
             assembled = self._assemble(tensor, param.numel(), spread, rank)
             if assembled is not None:
-                whole[name] = assembled.view(param.shape).cpu()
+                whole[name] = assembled.view(param.shape)
         return whole
 
     def _assemble(self, mine: Tensor, numel: int, spread: Spread, rank: int) -> Tensor | None:
-        group, writer = self.data_parallel_group, spread.writer
-        if rank != writer:
-            dist.send(mine.contiguous(), dist.get_global_rank(group, writer), group=group)
+        """The whole tensor, on the host of the rank that writes it; None on the others, which send their pieces."""
+        if rank != spread.writer:
+            self._exchange(dist.isend, mine.contiguous(), spread.writer)
             return None
-        whole = mine.new_empty(numel)
+        whole = torch.empty(numel, dtype=mine.dtype)
         for other, piece in spread.pieces.items():
-            if other == rank:
-                whole[piece] = mine
-            else:
-                dist.recv(whole[piece], dist.get_global_rank(group, other), group=group)
+            if other != rank:  # piece by piece, so that the device holds only one beside its own
+                arriving = mine.new_empty(piece.stop - piece.start)
+                self._exchange(dist.irecv, arriving, other)
+            whole[piece] = mine if other == rank else arriving
         return whole
+
+    def _exchange(self, operation: Any, tensor: Tensor, other: int) -> None:
+        """Send to or receive from a rank of the group. In a batch: otherwise NCCL would make a communicator of the two
+        ranks alone, which would keep its device memory after the run's first save."""
+        message = dist.P2POp(operation, tensor, group=self.data_parallel_group, group_peer=other)
+        for work in dist.batch_isend_irecv([message]):
+            work.wait()
 
 
 def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:

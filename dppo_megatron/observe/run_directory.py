@@ -1,4 +1,4 @@
-"""A run's directory while the run is active: its id, its lock and its logs. Used on rank 0 only.
+"""A run's directory while the run is active: its id, its lock and its logs. Used on rank 0, but for `sees_run`.
 
 Whatever could stop a run at the start (no permission, a file in the way, another trainer, another run's directory) is
 checked here, before a model is built. A full disk later loses no log line: lines wait until they can be written.
@@ -212,6 +212,17 @@ def read_identity(path: Path) -> str:
         f"run_dir = '{path}' holds {', '.join(signs) or IDENTITY}, but {IDENTITY} does not say which run that is:"
         f" {reason}. Choose another run_dir; checkpoint.resume=DIR begins it from one of these checkpoints"
     )
+
+
+def sees_run(path: Path, run: str) -> bool:
+    """Whether this rank sees the directory that rank 0 has begun for `run`. If not, each machine would keep its part of
+    every checkpoint, and rank 0 would take its own part for complete."""
+    for wait_s in (0, 1, 2, 4, 8, 16, 32):  # a machine may remember for a minute that a name was not on the file server
+        time.sleep(wait_s)
+        with suppress(OSError, UserError):
+            if read_identity(path) == run:
+                return True
+    return False
 
 
 def _begin_identity(path: Path) -> str:

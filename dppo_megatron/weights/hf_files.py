@@ -327,7 +327,7 @@ def copy_assets(source: str | Path, target: Path) -> None:
     for path in assets(source):
         copy = target / path.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
-        shutil.copy(path, copy)
+        shutil.copyfile(path, copy)  # without its mode: a published model is often read-only, and config.json is edited
 
 
 def check_space(directory: Path, num_bytes: int) -> None:

@@ -61,8 +61,9 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_NOT_MODEL = ("optimizer.", "reference.")
-"""Key prefixes of what a training checkpoint holds in addition to the model."""
+_NOT_MODEL = ("optimizer.", "chained_", "reference.", "mtp.")
+"""Key prefixes of what a training checkpoint holds beside the model here: older Megatron-LMs number the optimizers of a
+mixture (chained_0.optimizer.state...), and layers for multi-token prediction are not read."""
 
 
 def is_torch_dist(directory: str | Path) -> bool:

@@ -48,8 +48,8 @@ WAYS = [(name, colocated) for name in ("disk", "gloo", "nccl", "ipc") for coloca
 MAY_BE_IDLE = {"PIPELINE_MODEL_PARALLEL_GROUP"}
 """Made at start though some layout sends nothing through it: an interleaved pipeline has messages of pairs only, unless
 `batch_p2p_comm` is set."""
-PAIRS = {"PIPELINE_MODEL_PARALLEL_GROUP", "default_pg", "DATA_PARALLEL_GROUP_WITH_CP"}
-"""Where two ranks talk outside a batch: a pipeline's stages, and the optimizer's state on its way to a file."""
+PAIRS = {"PIPELINE_MODEL_PARALLEL_GROUP", "default_pg"}
+"""Where two ranks talk outside a batch: a pipeline's stages."""
 
 
 class Server:
