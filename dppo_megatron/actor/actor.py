@@ -376,7 +376,13 @@ class Actor:
     ) -> None:
         """Forward and backward passes over this replica's packs; see `Routers.replaying` for `routes`, `recorded`."""
         packs = (
-            build_microbatch(samples, packed, device=self.layout.device, context=self.layout.context)
+            build_microbatch(
+                samples,
+                packed,
+                device=self.layout.device,
+                context=self.layout.context,
+                vocab_size=self._architecture.vocab_size,
+            )
             for packed in plan.microbatches[self.layout.data_parallel_rank]
         )
 
