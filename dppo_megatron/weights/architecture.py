@@ -147,6 +147,11 @@ class Architecture:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values."""
+        return self.head_dim, self.value_dim
+
+    @property
     def has_layer_keys(self) -> bool:
         """Whether each layer has its own keys in Megatron's sharded state dict, as in every mixture: with one key for
         all layers, torch would compare each expert with half of the others in every save and load."""
