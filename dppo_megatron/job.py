@@ -377,8 +377,9 @@ def check_actor(config: Config, architecture: Architecture, world_size: int, mac
     architecture.check_bf16_layers(config.actor)
     layout = config.actor.layout
     has_experts = architecture.experts is not None
-    spec, _ = machine.choose_layer_spec(config.actor.layer_spec, config.actor.fp8, has_experts=has_experts)
-    machine.check_context_parallel(spec, layout.context_parallel)
+    wanted, fp8, heads = config.actor.layer_spec, config.actor.fp8, architecture.heads
+    spec, _ = machine.choose_layer_spec(wanted, fp8, has_experts=has_experts, heads=heads)
+    machine.check_context_parallel(spec, layout.context_parallel, heads)
     if spec == "te" and layout.context_parallel > 1 and architecture.gemma is not None:
         raise UserError(
             f"actor.layout.context_parallel = {layout.context_parallel}: Transformer Engine's attention has no windows"

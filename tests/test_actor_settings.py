@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -358,6 +359,30 @@ def test_a_dispatcher_needs_its_package(tmp_path: Path) -> None:
     assert check("qwen3", True) == check("qwen3_moe", False) != []
     with pytest.raises(UserError, match=r"= flex: DeepEP is not installed \(the package deep_ep\); use"):
         check("qwen3_moe", True)
+
+
+@pytest.mark.parametrize(
+    ("family", "exchange", "refused"),
+    [
+        ("qwen3", "p2p", ""),
+        ("qwen3", "a2a", ""),
+        ("qwen3", "all_gather", "= all_gather: Transformer Engine does not have it for packs; use p2p or a2a"),
+        ("qwen3", "a2a+p2p", "does not have it for packs"),
+        ("qwen3", ["p2p", "a2a"], "does not have it for packs"),
+        ("deepseek_v3", "a2a", "= a2a: it lacks latent attention; use p2p"),
+    ],
+)
+def test_exchanges_of_context_parallelism_that_packs_lack(
+    tmp_path: Path, family: str, exchange: str | list[str], refused: str
+) -> None:
+    """Transformer Engine asserts it in the first layer's forward pass (`AttnFuncWithCPAndKVAllGather.forward` and
+    `attn_forward_func_with_cp`); Megatron counts a list's layers from 1, and fails at the last."""
+    architecture = read_architecture(write_model(tmp_path, family=family))
+    actor = ActorConfig(megatron={"cp_comm_type": exchange})
+    for size in (1, 2):
+        actor.layout.context_parallel = size
+        with pytest.raises(UserError, match=re.escape(refused)) if refused and size > 1 else nullcontext():
+            check_settings(actor, architecture, torch.bfloat16, "te", runs_here=False)
 
 
 def test_names_of_other_programs_are_known() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -130,6 +131,59 @@ def test_attention_that_is_not_fused(
         return
     with pytest.raises(UserError, match=f"context_parallel = 2: {unfused}; {advice} actor.layer_spec"):
         machine.check_context_parallel(spec, 2)
+
+
+@pytest.mark.parametrize(
+    ("chip", "heads", "fused", "with_flash"),
+    [
+        ((8, 0), (192, 128), False, False),  # flash-attn 2 has one size for keys and values
+        ((9, 0), (192, 128), True, True),
+        ((10, 0), (192, 128), True, True),
+        ((9, 0), (256, 256), True, True),
+        ((9, 0), (256, 128), False, False),  # cuDNN from 9.11 on
+        ((10, 0), (256, 256), False, True),  # cuDNN has it without a backward pass
+        ((10, 3), (256, 256), False, False),
+        ((8, 9), (256, 256), False, False),
+        ((8, 9), (192, 192), False, True),
+        ((9, 0), (100, 100), False, False),
+    ],
+)
+def test_attention_is_fused_for_some_sizes_of_heads(
+    chip: tuple[int, int], heads: tuple[int, int], fused: bool, with_flash: bool
+) -> None:
+    """As Transformer Engine 2.11 chooses in `nvte_get_fused_attn_backend` and `get_attention_backend`: Gemma's heads of
+    256 not on Blackwell, latent attention's not on an A100. The choice, the reason and context parallelism follow."""
+    for has_flash, is_fused in ((False, fused), (True, with_flash)):
+        machine = Machine(chip, "", has_flash_attention=has_flash)
+        dense, why = machine.choose_layer_spec("auto", "off", has_experts=False, heads=heads)
+        assert dense == ("te" if is_fused else "local")
+        assert is_fused or why.startswith(
+            f"Transformer Engine has no fused attention over packs with heads of {heads[0]}"
+        )
+        assert is_fused or why.endswith("without flash-attn") == (with_flash and not has_flash)
+        reason = machine.choose_layer_spec("auto", "off", has_experts=True, heads=heads)[1]
+        assert reason == ("Transformer Engine is installed" if is_fused else f"slow attention: {why}")
+        with nullcontext() if is_fused else pytest.raises(UserError, match=r"actor\.layer_spec to local"):
+            machine.check_context_parallel("te", 2, heads)
+
+
+@pytest.mark.parametrize(
+    ("version", "used"), [("2.8.3", True), ("2.1.1", True), ("2.9.0", False), ("1.0.9", False), (None, False)]
+)
+def test_flash_attn_counts_if_transformer_engine_uses_it(
+    version: str | None, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 has the same module, but another name as a distribution."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    known = {"flash-attn-4": "4.0.0"} | ({"flash-attn": version} if version else {})
+
+    def find(name: str) -> str:
+        if name in known:
+            return known[name]
+        raise capabilities.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(capabilities.importlib.metadata, "version", find)
+    assert capabilities._has_flash_attention() == used
 
 
 def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,6 +301,17 @@ def test_unsplittable_heads_are_refused(models: dict[str, Path]) -> None:
     """Three key-value heads on two ranks: Megatron cannot, so we say it before it starts."""
     with pytest.raises(UserError, match="3 key-value heads"):
         read_architecture(models["gqa_6_3"]).check_layout(ActorConfig(layout=LayoutConfig(tensor_parallel=2)))
+
+
+def test_latent_attention_on_several_ranks_needs_sequence_parallelism(tmp_path: Path) -> None:
+    """Without it the gradient of a dense model's q_a_layernorm was tensor_parallel times too large: Megatron adds up
+    that of every `q_layernorm` over the ranks, as if each had its own heads. Experts need it anyway."""
+    architecture = replace(read_architecture(write_model(tmp_path, family="deepseek_v3")), experts=None)
+    layout = LayoutConfig(tensor_parallel=2)
+    architecture.check_layout(ActorConfig(layout=layout))
+    layout.sequence_parallel = False
+    with pytest.raises(UserError, match="sequence_parallel = false: latent attention"):
+        architecture.check_layout(ActorConfig(layout=layout))
 
 
 @pytest.mark.parametrize(("tp", "etp", "ep", "is_refused"), [(2, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 0), (1, 2, 2, 0)])

@@ -30,6 +30,7 @@ from dppo_megatron.algorithms.correction import Mismatch
 from dppo_megatron.algorithms.objectives import supervised
 from dppo_megatron.config.schema import ActorConfig, Config
 from dppo_megatron.job import check_settings
+from dppo_megatron.packing.alignment import PackingLayout
 from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.rollout.client.buffer import BufferedGroup, hand_over
 from dppo_megatron.rollout.client.messages import take_over
@@ -39,7 +40,7 @@ from dppo_megatron.rollout.servers.dialects import SGLangDialect, SGLangRouterDi
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, checked
-from dppo_megatron.types import Completion, ExpertChoices, Prompt, TrainSample, UserError
+from dppo_megatron.types import Completion, ExpertChoices, PackPlan, Prompt, TrainSample, UserError
 from dppo_megatron.weights.architecture import read_architecture
 from dppo_megatron.workbench.quickstart.tiny_model import make_tokenizer
 
@@ -173,6 +174,25 @@ def _check_equal(expected: Any, logprobs: Any, gradients: dict[str, torch.Tensor
     assert gradients.keys() == theirs_by_name.keys()
     for name, gradient in gradients.items():
         assert (gradient - theirs_by_name[name]).norm() <= 1e-6 * theirs_by_name[name].norm(), name
+
+
+def _of_padding(path: Path) -> list[list[int]]:
+    """Of each layer, how often the padding of a pack has chosen each expert."""
+    samples = random_samples(3, 37)
+    pack = PackingLayout().place((0, 1, 2), [sample.num_tokens for sample in samples], pad_to=200)
+    actor, plan = build_actor(path, Parallel(), routing_replay="actor"), PackPlan(((pack,),), 200, 1, {})
+    routes = actor.own_logprobs(samples, plan, records=True).routes
+    assert routes is not None
+    padding = routes[0][0][pack.cu_seqlens_padded[-2] :]
+    return [torch.bincount(layer.flatten()).tolist() for layer in padding.long().unbind(1)]
+
+
+def test_padding_visits_many_experts(path: Path) -> None:
+    """Where routers choose: equal tokens would choose alike in every layer, and burden the ranks of those experts."""
+    layers = run_ranks(_of_padding, 1, path)[0]
+    assert len(layers) == SIZES["num_hidden_layers"]
+    for counts in layers:
+        assert max(counts) < sum(counts) / SIZES["num_experts_per_tok"], "every token has chosen this expert"
 
 
 RENAMED = {"mixtral": ((".mlp.", ".block_sparse_moe."), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))}

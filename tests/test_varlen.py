@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dppo_megatron.actor.attention import find_kernel, from_flash_attn, from_torch
+from dppo_megatron.actor.attention import (
+    PackedSequences,
+    UnrotatedAttention,
+    find_kernel,
+    from_flash_attn,
+    from_torch,
+)
+from dppo_megatron.actor.layout import ContextShare
+from dppo_megatron.types import PackedMicrobatch
 
 OFFSETS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 LONGEST = 8
@@ -125,6 +133,31 @@ def test_every_signature_computes_causal_grouped_attention(
     theirs = torch.autograd.grad((wanted * weights).sum(), (query, key, value))
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_padded_batches_use_a_fused_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA torch 2.13 has two: flash takes no mask, the memory-efficient one no grouped queries ("It currently works
+    only for Flash_attention and math kernel"). Math would keep every score in float32, as it did with windows, and with
+    context parallelism, which needs masks too."""
+    calls: list[tuple[bool, bool]] = []
+    real = F.scaled_dot_product_attention
+
+    def spy(*args: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: object) -> Tensor:
+        calls.append((attn_mask is not None, enable_gqa))
+        return real(*args, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)  # type: ignore[arg-type]
+
+    attention = UnrotatedAttention.__new__(UnrotatedAttention)
+    torch.nn.Module.__init__(attention)
+    attention._scale, attention._window = 0.25, window
+    packed = PackedSequences.of(PackedMicrobatch((0, 1, 2), (0, 5, 6, 14)), ContextShare(), torch.device("cpu"))
+    query, key, value = (torch.randn(14, heads, 16, dtype=torch.float64) for heads in (6, 2, 2))
+    before = -1 if window is None else window - 1
+    wanted = _attend(query, key, value, OFFSETS, causal=True, scale=0.25, gqa=True, before=before)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    torch.testing.assert_close(attention._bucketed(query, key, value, packed), wanted, rtol=1e-12, atol=1e-12)
+    assert any(has_mask for has_mask, _ in calls) == (window is not None)
+    assert not any(has_mask and grouped for has_mask, grouped in calls)
 
 
 def test_the_installed_torch_takes_the_arguments() -> None:

@@ -67,7 +67,9 @@ class Actor:
         self._architecture = architecture
         self._dtype = dtype
         has_experts = architecture.experts is not None
-        spec, reason = this_machine().choose_layer_spec(config.layer_spec, config.fp8, has_experts=has_experts)
+        spec, reason = this_machine().choose_layer_spec(
+            config.layer_spec, config.fp8, has_experts=has_experts, heads=architecture.heads
+        )
         settings = overrides(architecture, dtype, config, spec)
         self._softmax, kernel = choose_softmax(config.logprob_kernel, layout.device, dtype)
         adapters = [f"adapters: {architecture.lora}"] if architecture.lora else []
@@ -376,7 +378,13 @@ class Actor:
     ) -> None:
         """Forward and backward passes over this replica's packs; see `Routers.replaying` for `routes`, `recorded`."""
         packs = (
-            build_microbatch(samples, packed, device=self.layout.device, context=self.layout.context)
+            build_microbatch(
+                samples,
+                packed,
+                device=self.layout.device,
+                context=self.layout.context,
+                vocab_size=self._architecture.vocab_size,
+            )
             for packed in plan.microbatches[self.layout.data_parallel_rank]
         )
 

@@ -272,6 +272,9 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
                 tensor.index_select(0, index).view(bucket.batch, -1, *tensor.shape[1:]).transpose(1, 2)
                 for tensor, index in pairs
             )
+            repeats = 1 if bucket.mask is None else q.size(1) // k.size(1)
+            if repeats > 1:  # torch's kernel for masks has no grouped queries: all scores would be stored
+                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
             attended = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -279,7 +282,7 @@ class UnrotatedAttention(MegatronModule):  # type: ignore[misc]
                 attn_mask=bucket.mask,
                 is_causal=bucket.mask is None,
                 scale=self._scale,
-                enable_gqa=query.size(1) != key.size(1),
+                enable_gqa=q.size(1) != k.size(1),
             )
             rows.append(attended.transpose(1, 2).reshape(-1, query.size(1), value.size(2)))
         return torch.cat(rows).index_select(0, bucketed.row_of_token)

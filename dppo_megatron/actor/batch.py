@@ -57,16 +57,23 @@ Samples: TypeAlias = Sequence[TrainSample] | Mapping[int, TrainSample]
 
 
 def build_microbatch(
-    samples: Samples, packed: PackedMicrobatch, *, device: torch.device, context: ContextShare | None = None
+    samples: Samples,
+    packed: PackedMicrobatch,
+    *,
+    device: torch.device,
+    context: ContextShare | None = None,
+    vocab_size: int = 1,
 ) -> Microbatch:
     """Write `samples[i] for i in packed.members` into their slots; the rest of each slot is padding without loss. A
-    pack without members is one dummy sequence: the schedule is collective, so every rank must run it."""
+    pack without members is one dummy sequence: the schedule is collective, so every rank must run it. Padding counts
+    through `vocab_size` tokens: equal ones have equal hidden states, and would all visit the same few experts."""
     context = context or ContextShare()
     num_tokens, slots = packed.num_tokens, packed.cu_seqlens_padded
     # two tensors, so that a whole pack moves to the device in two copies
     integers = torch.zeros(3, num_tokens, dtype=torch.int64)
     floats = torch.zeros(7, num_tokens, dtype=torch.float64)
     tokens, targets, sequence = integers.numpy()
+    tokens[:] = np.arange(num_tokens) % vocab_size
     mask, coefficient, counted, behaviour, old, reference, advantages = floats.numpy()
     lengths = []
     for start, member in zip(slots, packed.members, strict=False):

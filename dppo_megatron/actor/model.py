@@ -74,6 +74,11 @@ def check_settings(
     if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron checks when it builds a layer
         missing = "DeepEP is not installed (the package deep_ep)"
         raise UserError(f"actor.megatron.moe_token_dispatcher_type = flex: {missing}; use alltoall")
+    exchanges = ("p2p",) if architecture.latent else ("p2p", "a2a")  # of Transformer Engine 2.11, over packs
+    exchange = config.megatron.get("cp_comm_type") or "p2p"
+    if config.layout.context_parallel > 1 and exchange not in exchanges:
+        why = "Transformer Engine does not have it for packs" if exchange != "a2a" else "it lacks latent attention"
+        raise UserError(f"actor.megatron.cp_comm_type = {exchange}: {why}; use {' or '.join(exchanges)}")
     return not_tried(both)
 
 

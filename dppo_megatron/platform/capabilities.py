@@ -39,6 +39,9 @@ _AVAILABILITY = {
 _CUDNN_PARTS = ("graph", "ops", "cnn", "adv", "heuristic", "engines_precompiled", "engines_runtime_compiled")
 """The libraries of cuDNN 9, each after those that it needs."""
 _WITHOUT = " without flash-attn"
+_HEADS = (128, 128)
+_FLASH_ATTN = (Version("2.1.1"), Version("2.8.3"))
+"""The oldest and the newest flash-attn that Transformer Engine 2.11 uses. flash-attn-4 is another distribution."""
 _FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
@@ -53,12 +56,15 @@ class Machine:
     refused_recipes: Mapping[str, str] = field(default_factory=dict)
     """FP8 recipe -> why Transformer Engine refuses it here; empty for a machine that is only being planned for."""
     has_flash_attention: bool = False
-    """Whether flash-attn is installed; False for a machine that is only being planned for."""
+    """Whether a flash-attn is installed that Transformer Engine uses; False for a machine that is only planned for."""
 
-    def choose_layer_spec(self, wanted: str, fp8: str, *, has_experts: bool) -> tuple[LayerSpec, str]:
+    def choose_layer_spec(
+        self, wanted: str, fp8: str, *, has_experts: bool, heads: tuple[int, int] = _HEADS
+    ) -> tuple[LayerSpec, str]:
         """The layer spec for `actor.layer_spec` and `actor.fp8`, and the reason for it. If Transformer Engine's
-        attention is not fused, `auto` takes Megatron's own layers for dense models; for a mixture of experts it does
-        not, as these run the experts one by one. Raises UserError if the wanted spec or recipe cannot run here."""
+        attention is not fused for `heads`, the sizes of a head's keys and values, `auto` takes Megatron's own layers
+        for dense models; for a mixture of experts it does not, as these run the experts one by one. Raises UserError
+        if the wanted spec or recipe cannot run here."""
         lacks = "there is no CUDA device" if self.cuda_capability is None else self.lacks_transformer_engine
         if fp8 != "off" and (refusal := self.lacks_for_fp8(fp8)):
             raise UserError(f"actor.fp8 = {fp8}: {refusal}; use fp8 = off")
@@ -68,14 +74,14 @@ class Machine:
             return "local", "as configured"
         if lacks:
             return "local", lacks
-        unfused = self.lacks_fused_attention()
+        unfused = self.lacks_fused_attention(heads)
         if unfused and wanted == "auto" and fp8 == "off" and not has_experts:
             return "local", unfused
         return "te", f"slow attention: {unfused}" if unfused else "Transformer Engine is installed"
 
-    def check_context_parallel(self, spec: LayerSpec, context_parallel: int) -> None:
+    def check_context_parallel(self, spec: LayerSpec, context_parallel: int, heads: tuple[int, int] = _HEADS) -> None:
         """Raise `UserError` for context parallelism if Transformer Engine only has unfused attention: it lacks it."""
-        if spec == "te" and context_parallel > 1 and (unfused := self.lacks_fused_attention()):
+        if spec == "te" and context_parallel > 1 and (unfused := self.lacks_fused_attention(heads)):
             advice = "install flash-attn, or " if unfused.endswith(_WITHOUT) else ""
             where = f"actor.layout.context_parallel = {context_parallel}"
             raise UserError(f"{where}: {unfused}; {advice}set actor.layer_spec to local")
@@ -135,14 +141,16 @@ class Machine:
             return f"added after the product (Apex's {_FUSED_WEIGHT_GRADIENTS} is not installed)"
         return f"added inside the product (Apex's {_FUSED_WEIGHT_GRADIENTS})"
 
-    def lacks_fused_attention(self) -> str:
-        """Why Transformer Engine (2.11) has no fused attention over packs, and would store all attention scores; empty
-        if it has: from cuDNN from sm_90 on, but not on sm_120; otherwise from flash-attn from sm_80 on."""
+    def lacks_fused_attention(self, heads: tuple[int, int] = _HEADS) -> str:
+        """Why Transformer Engine (2.11) has no fused attention over packs for these sizes of a head's keys and values,
+        and would store all attention scores in training; empty if it has, from cuDNN or from flash-attn."""
         chip = self.cuda_capability
-        if chip is None or (chip >= (9, 0) and chip != (12, 0)) or (chip >= (8, 0) and self.has_flash_attention):
+        can_flash = chip is not None and _flash_attn_has(chip, *heads)
+        if chip is None or _cudnn_has(chip, *heads) or (can_flash and self.has_flash_attention):
             return ""
-        without = _WITHOUT if chip >= (8, 0) else ""  # flash-attn has no kernels for older chips
-        return "Transformer Engine has no fused attention over packs on sm_{}{}{}".format(*chip, without)
+        sizes = "" if heads == _HEADS else " with heads of {} and values of {}".format(*heads)
+        without = _WITHOUT if can_flash else ""
+        return "Transformer Engine has no fused attention over packs{} on sm_{}{}{}".format(sizes, *chip, without)
 
     def lacks_for_fp8(self, recipe: str) -> str:
         """Why an FP8 recipe cannot run here; empty if it can."""
@@ -154,6 +162,21 @@ class Machine:
         if self.cuda_capability >= least:
             return self.refused_recipes.get(recipe, "")
         return "it needs a chip of sm_{}{} or newer; this one is sm_{}{}".format(*least, *self.cuda_capability)
+
+
+def _cudnn_has(chip: tuple[int, int], key: int, value: int) -> bool:
+    """Whether Transformer Engine trains heads of these sizes over packs with cuDNN (`nvte_get_fused_attn_backend`)."""
+    if chip < (9, 0) or chip == (12, 0) or key % 8 or value % 8:
+        return False
+    if max(key, value) <= 128 or (key, value) == (192, 128):
+        return True
+    return chip == (9, 0) and max(key, value) <= 256 and (key == value or min(key, value) < 128)
+
+
+def _flash_attn_has(chip: tuple[int, int], key: int, value: int) -> bool:
+    """Whether Transformer Engine trains heads of these sizes with flash-attn 2 (`get_attention_backend`)."""
+    most = 256 if chip in ((8, 0), (9, 0), (10, 0), (12, 0)) else 192
+    return chip >= (8, 0) and key == value <= most and key % 8 == 0
 
 
 def why_gpus_are_unused() -> str:
@@ -184,8 +207,14 @@ def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     problem = _transformer_engine_problem(capability is not None)
-    has_flash_attention = importlib.util.find_spec("flash_attn") is not None
-    return Machine(capability, problem, {} if problem else _refused_recipes(), has_flash_attention)
+    return Machine(capability, problem, {} if problem else _refused_recipes(), _has_flash_attention())
+
+
+def _has_flash_attention() -> bool:
+    try:
+        return _FLASH_ATTN[0] <= Version(importlib.metadata.version("flash-attn")) <= _FLASH_ATTN[1]
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 @functools.cache

@@ -147,6 +147,11 @@ class Architecture:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Sizes of a head's keys and values."""
+        return self.head_dim, self.value_dim
+
+    @property
     def has_layer_keys(self) -> bool:
         """Whether each layer has its own keys in Megatron's sharded state dict, as in every mixture: with one key for
         all layers, torch would compare each expert with half of the others in every save and load."""
@@ -171,6 +176,9 @@ class Architecture:
         if self.experts is not None:
             sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
         if self.latent is not None:
+            if tp > 1 and not layout.sequence_parallel:
+                needs = "latent attention with tensor_parallel > 1 needs it: Megatron-core would add up the ranks'"
+                raise UserError(f"actor.layout.sequence_parallel = false: {needs} equal gradients of the queries' norm")
             sizes["query rank"] = self.latent.query_rank
             sizes["key-value rank plus rotary dimensions"] = self.latent.rank + self.latent.rope_dim
         for what, size in sizes.items():

@@ -397,6 +397,15 @@ def test_a_plan_assumes_flash_attention(recipe: str, options: list[str], capsys:
         assert (said in out) == (chip == "a100") and "planned with actor.layer_spec" not in out
 
 
+def test_a_plan_says_where_flash_attention_does_not_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Latent attention on A100s: flash-attn 2 has one size for keys and values, and cuDNN begins with Hopper."""
+    options = ["--model", "moonlight-16b-a3b", "--gpus", "16", "--methods", "grpo"]
+    for chip in ("a100", "h100"):
+        assert main(["plan", "h100/qwen3_30b_a3b_16gpus_grpo", *options, "--gpu", chip]) == 0
+        out = capsys.readouterr().out
+        assert ("not counted: all attention scores" in out) == (chip == "a100") and "flash-attn is installed" not in out
+
+
 _BESIDE = ["rollout.servers.colocate=false", "rollout.servers.gpus=['4,5,6,7']", _TP4]
 """The trainer has the other half of a machine."""
 

@@ -76,7 +76,8 @@ def _planned(
     config.actor.layer_spec = spec
     if sheet.cuda:
         has_experts = architecture.experts is not None
-        config.actor.layer_spec = this_machine().choose_layer_spec(spec, fp8, has_experts=has_experts)[0]
+        heads = architecture.heads
+        config.actor.layer_spec = this_machine().choose_layer_spec(spec, fp8, has_experts=has_experts, heads=heads)[0]
     config.model.dtype, config.packing.max_tokens_per_microbatch, config.actor.fp8 = "bfloat16", _CAP, fp8
     config.rollout.engine, config.rollout.servers.endpoints = "vllm", ["http://elsewhere"]
     site = Site(1, 8, card_bytes(sheet), CHIPS["h200"].peak_flops, 1e15)  # host memory without a limit

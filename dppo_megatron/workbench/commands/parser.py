@@ -101,5 +101,6 @@ def check_actor_settings(config: Config, world_size: int, machine: Machine, *, r
     architecture = model_architecture(config.model)
     check_world_size(config, world_size)
     architecture.check_layout(actor)
-    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=architecture.experts is not None)
+    has_experts, heads = architecture.experts is not None, architecture.heads
+    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=has_experts, heads=heads)
     return check_settings(actor, architecture, getattr(torch, config.model.dtype), spec, runs_here=runs_here)

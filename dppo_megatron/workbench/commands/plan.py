@@ -162,7 +162,8 @@ def execute(arguments: argparse.Namespace) -> int:
 def _with_layers_of(machine: Machine, config: Config, architecture: Architecture) -> tuple[Config, list[str]]:
     """`config` with the layer spec that `machine` would use; a line with the reason if it differs from the config's."""
     actor = config.actor
-    spec, why = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=architecture.experts is not None)
+    has_experts, heads = architecture.experts is not None, architecture.heads
+    spec, why = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=has_experts, heads=heads)
     if spec == actor.layer_spec or spec == "te":
         return config, []
     line = f"planned with actor.layer_spec = local: {why}"
@@ -224,17 +225,20 @@ def _site(arguments: argparse.Namespace) -> Site:
 
 def _assumed_machine(config: Config, gpu: str) -> tuple[Machine, list[str]]:
     """A machine of `gpu`s with Transformer Engine, and with flash-attn where its layers need that for the fused
-    attention which a plan assumes; a line about flash-attn if so."""
+    attention which a plan assumes; a line if attention needs it, or is not fused even so."""
     with loading("libraries"):
         from dppo_megatron.platform.capabilities import Machine
         from dppo_megatron.weights.provider import model_architecture
     machine, actor = Machine(CHIPS[gpu].capability, ""), config.actor
-    has_experts = model_architecture(config.model).experts is not None
-    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=has_experts)
-    unfused = machine.lacks_fused_attention()
+    architecture = model_architecture(config.model)
+    has_experts, heads = architecture.experts is not None, architecture.heads
+    spec, _ = machine.choose_layer_spec(actor.layer_spec, actor.fp8, has_experts=has_experts, heads=heads)
+    unfused, flash = machine.lacks_fused_attention(heads), replace(machine, has_flash_attention=True)
     if spec == "local" or not unfused:
         return machine, []
-    return replace(machine, has_flash_attention=True), [f"assumed: flash-attn is installed; {unfused}"]
+    if flash.lacks_fused_attention(heads):
+        return machine, [f"not counted: all attention scores, which would be stored: {unfused}"]
+    return flash, [f"assumed: flash-attn is installed; {unfused}"]
 
 
 def _load_job(config: Config, site: Site, gpu: str, is_named: bool) -> tuple[Machine | None, list[str]]:
