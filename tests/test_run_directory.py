@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -207,6 +208,30 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert "metrics.jsonl cannot be written (File too large)" in first and second.endswith("no line is lost")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
+
+
+def test_a_line_waits_too_where_a_full_quota_is_reported_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS takes a write into memory; when the server has no room for it, it drops it, and fsync says so."""
+    path, at_the_server = tmp_path / "metrics.jsonl", {"size": 0, "is_full": False}
+
+    def fsync(descriptor: int) -> None:
+        if at_the_server["is_full"]:
+            os.ftruncate(descriptor, at_the_server["size"])
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        at_the_server["size"] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lines = JsonLines(path)
+    lines.write({"step": 1})
+    at_the_server["is_full"] = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="quota"):
+            lines.write({"step": len(lines.waiting) + 2})
+    at_the_server["is_full"] = False
+    lines.write({"step": 4})
+    lines.close()
+    assert rewind(path, 4, lines.sums) == ([], lines.sums)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_a_line_that_waits_does_not_go_into_another_trainers_record(tmp_path: Path) -> None:
