@@ -43,10 +43,9 @@ class Results:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until the save is over
-        if hasattr(os, "memfd_create"):  # in memory on Linux: works with a full /tmp too
-            self._file.close()
-            self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+        # in memory on Linux: in a full /tmp of one machine no file can be made, and the other ranks would wait for it
+        is_linux = hasattr(os, "memfd_create")
+        self._file = os.fdopen(os.memfd_create("results"), "w+b") if is_linux else tempfile.TemporaryFile()
 
     def put(self, result: Any) -> None:
         """Store the result. Called in the writer."""
