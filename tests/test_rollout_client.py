@@ -301,9 +301,10 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
 
 def test_a_firewall_does_not_forget_a_client_that_waits_for_an_update() -> None:
     with socket.create_server(("127.0.0.1", 0)) as rank_zero:
-        with messages.connect(f"127.0.0.1:{rank_zero.getsockname()[1]}", 5) as client:
-            assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 300
+        client = messages.connect(f"127.0.0.1:{rank_zero.getsockname()[1]}", 5)
+    with client:
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 300
 
 
 def test_both_ends_prove_the_key() -> None:

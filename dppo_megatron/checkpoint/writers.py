@@ -43,9 +43,10 @@ class Results:
     """
 
     def __init__(self) -> None:
-        # in memory on Linux: in a full /tmp of one machine no file can be made, and the other ranks would wait for it
-        is_linux = hasattr(os, "memfd_create")
-        self._file = os.fdopen(os.memfd_create("results"), "w+b") if is_linux else tempfile.TemporaryFile()
+        if hasattr(os, "memfd_create"):  # in memory on Linux: a rank whose /tmp is full would leave the others waiting
+            self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115 - open until the save is over
 
     def put(self, result: Any) -> None:
         """Store the result. Called in the writer."""

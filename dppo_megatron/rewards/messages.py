@@ -63,7 +63,8 @@ Message = GraderReady | NoStart | Answers
 def board_file() -> IO[bytes]:
     """An open file for a board, in memory on Linux: a full /tmp would let no process start. All its bytes are written:
     a page that a full disk lacks would kill its reader."""
-    file = os.fdopen(os.memfd_create("board"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
+    is_linux = hasattr(os, "memfd_create")
+    file = os.fdopen(os.memfd_create("board"), "w+b") if is_linux else tempfile.TemporaryFile()  # noqa: SIM115
     file.write(bytes(_BOARD_BYTES))
     file.flush()
     return file

@@ -374,7 +374,8 @@ class _ToPeers(aiohttp.TCPConnector):
         """The method that aiohttp documents for connectors to override."""
         _CONNECTION.get().is_new = True
         protocol = await super()._create_connection(req, traces, timeout)
-        keep_alive(protocol.transport.get_extra_info("socket"))
+        if protocol.transport is not None:  # else it has been closed again
+            keep_alive(protocol.transport.get_extra_info("socket"))
         peer = self.provers.get(_host_and_port(str(req.url)))
         if peer is None or peer.proves is False:
             return protocol
