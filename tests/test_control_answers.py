@@ -10,6 +10,7 @@ import ast
 import asyncio
 import contextlib
 import json
+import os
 import re
 import socket
 import struct
@@ -314,6 +315,32 @@ def test_a_connection_that_was_kept_and_breaks_is_no_failure(stubs: StubServers,
     assert len(set(seen)) == 3
     with pytest.raises(Unreachable, match="/b/pause: ServerDisconnectedError"):
         Http(stubs.url("b")).do("/pause", timeout_s=20)
+
+
+def _timer(port: int) -> tuple[str, float]:
+    """The kernel's timer of the connection from that port of this machine: its kind, and the seconds that are left."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    [timer] = [row[5] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
+    kind, ticks = timer.split(":")
+    return kind, int(ticks, 16) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("proves", [False, None])
+def test_a_firewall_does_not_forget_a_call_that_waits_for_long(stubs: StubServers, proves: bool | None) -> None:
+    """Also one that is opened again because the first one has proven nothing."""
+    seen: list[tuple[str, float]] = []
+
+    async def behave(asked: Asked) -> None:
+        port = asked.writer.get_extra_info("peername")[1]
+        while (timer := _timer(port))[0] == "01":  # the request itself has not been acknowledged yet
+            await asyncio.sleep(0.01)
+        seen.append(timer)
+        await asked.reply("{}")
+
+    stubs.pages["a/version"] = behave
+    Http(stubs.url("a"), "key", proves=proves).get("/version", dict, timeout_s=20)
+    [(kind, left_s)] = seen
+    assert kind == "02" and left_s <= 300  # of keep-alive
 
 
 def test_bytes_that_trickle_do_not_extend_a_call(stubs: StubServers) -> None:

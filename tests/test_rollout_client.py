@@ -299,6 +299,14 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
         rig.close()
 
 
+def test_a_firewall_does_not_forget_a_client_that_waits_for_an_update() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as rank_zero:
+        client = messages.connect(f"127.0.0.1:{rank_zero.getsockname()[1]}", 5)
+    with client:
+        assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert client.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 300
+
+
 def test_both_ends_prove_the_key() -> None:
     """A listener without it learns nothing that a connecting client would accept."""
     for listens, connects in ((b"k", b"k"), (b"k", b"x"), (b"x", b"k")):

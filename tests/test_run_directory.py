@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -245,6 +246,30 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert "metrics.jsonl cannot be written (File too large)" in first and second.endswith("no line is lost")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
+
+
+def test_a_line_waits_too_where_a_full_quota_is_reported_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of NFS takes a write into memory; when the server has no room for it, it drops it, and fsync says so."""
+    path, at_the_server = tmp_path / "metrics.jsonl", {"size": 0, "is_full": False}
+
+    def fsync(descriptor: int) -> None:
+        if at_the_server["is_full"]:
+            os.ftruncate(descriptor, at_the_server["size"])
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        at_the_server["size"] = os.fstat(descriptor).st_size
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lines = JsonLines(path)
+    lines.write({"step": 1})
+    at_the_server["is_full"] = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="quota"):
+            lines.write({"step": len(lines.waiting) + 2})
+    at_the_server["is_full"] = False
+    lines.write({"step": 4})
+    lines.close()
+    assert rewind(path, 4, lines.sums) == ([], lines.sums)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 
 
 def test_a_line_that_waits_does_not_go_into_another_trainers_record(tmp_path: Path) -> None:
@@ -538,6 +563,49 @@ def test_a_killed_rank_leaves_nothing_in_tmp(
     run_ranks(_save_once, 1, model, tmp_path / "checkpoints", asynchronous)  # ends ranks with SIGKILL
     left = {path.name for path in temporary.iterdir()}
     assert not [name for name in left if name.startswith("pymp-")], left
+
+
+def _save_beside_a_full_disk(model: Path, root: Path) -> list[int]:
+    """On ranks: five saves while the last rank can make no temporary file; how many of its checkpoints' files a rank
+    has examined in its part of each, and how many checkpoints the store remembers."""
+    import torch.distributed as dist
+
+    from dppo_megatron.checkpoint import store as store_module
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    rank, is_dir, sums = dist.get_rank(), Path.is_dir, store_module._sums_of_rank
+    tempfile.TemporaryFile = full if rank == dist.get_world_size() - 1 else tempfile.TemporaryFile
+    examined = list[set[str]]()
+
+    def noted(path: Path) -> bool:
+        examined[-1].add(path.name)
+        return is_dir(path)
+
+    def counted(folder: Path) -> Any:
+        examined.append(set())
+        Path.is_dir = noted  # type: ignore[assignment]
+        try:
+            return sums(folder)
+        finally:
+            Path.is_dir = is_dir  # type: ignore[method-assign]
+
+    store_module._sums_of_rank = counted
+    store = store_module.CheckpointStore(root, run="mine", assets=model, keep=2, async_save=False)
+    actor = build_actor(model, Parallel(dp=dist.get_world_size()))
+    for step in range(1, 6):
+        store.save(actor, {"step": step}, store_module.describe(step, {}, run="mine"))
+    assert all(name.startswith(f"__{rank}_") for names in examined for name in names if "distcp" in name)
+    return [len(examined), len(store._good)]
+
+
+def test_saves_of_many_ranks(tmp_path: Path) -> None:
+    """A full /tmp of one machine stops no save and hangs no other rank, no rank examines the files of all others, and
+    what was removed is not remembered."""
+    root = tmp_path / "checkpoints"
+    assert run_ranks(_save_beside_a_full_disk, 2, write_model(tmp_path / "model"), root) == [[5, 2]] * 2
+    assert {path.name for path in root.glob("step_*")} == {"step_000004", "step_000005"}
 
 
 def _save_once(model: Path, root: Path, asynchronous: bool) -> None:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.processes import holding, in_child, kill
+from support.processes import holding, in_child, kill, until
 
 from dppo_megatron.observe.lock import RunLock
 from dppo_megatron.types import UserError
@@ -123,6 +123,53 @@ def test_a_file_server_that_fails_for_a_moment_is_no_other_trainer(
     with pytest.raises(UserError, match="was replaced while this trainer ran"):
         lock.check()
     lock.release()
+
+
+def _descriptor(path: Path) -> int:
+    """That of a file which this process has open once."""
+    [found] = [int(one.name) for one in Path("/proc/self/fd").iterdir() if os.path.realpath(one) == str(path)]
+    return found
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize(("call", "number"), [("fstat", errno.ESTALE), ("pread", errno.EIO)])
+def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, taken: bool
+) -> None:
+    """One fails for ever after another machine has replaced the file, the other after the server has given the lock up
+    in a partition. Without another trainer, lock and heartbeat go on."""
+    path, real = tmp_path / "lock.json", getattr(os, call)
+    lock = RunLock(tmp_path, heartbeat_s=0.02)
+    before = fcntl.fcntl(descriptor := _descriptor(path), fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, before | os.O_APPEND)  # marks the open file, whatever its number
+
+    def given_up(one: int, *more: int) -> object:
+        if one == descriptor and fcntl.fcntl(one, fcntl.F_GETFL) & os.O_APPEND:
+            raise OSError(number, os.strerror(number))
+        return real(one, *more)
+
+    if taken:
+        if call == "fstat":
+            path.rename(tmp_path / "silly")
+        path.write_text(json.dumps({"host": "third", "pid": 2, "since": "now", "boot": "y"}))
+    monkeypatch.setattr(os, call, given_up)
+    if taken:
+        with pytest.raises(UserError, match="was replaced while this trainer ran"):
+            lock.check()
+        lock.release()
+        return
+    lock.check()
+    monkeypatch.undo()
+    os.utime(path, (1, 1))
+    until(lambda: path.stat().st_mtime > 2)
+    assert not os.get_inheritable(_descriptor(path))
+    with holding(lambda: _refused(tmp_path)):
+        lock.release()
+
+
+def _refused(directory: Path) -> None:
+    with pytest.raises(UserError, match="being written by another trainer"):
+        RunLock(directory)
 
 
 @pytest.mark.parametrize(("silent_s", "written_s"), [(0.15, 61.0), (3600.0, 1.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from support.logged import logged_lines
 
 from dppo_megatron.config.observe import SamplesConfig
 from dppo_megatron.config.schema import Config
+from dppo_megatron.observe import samples
 from dppo_megatron.observe.samples import (
     RecordedGroup,
+    SampleFile,
     SampleWriter,
     add_actor_logprobs,
     rewind_samples,
@@ -195,6 +198,26 @@ def test_a_merge_that_was_cut_short(tmp_path: Path) -> None:
     rewind_samples(tmp_path / "samples", 64, tmp_path / "old")
     assert len(list((tmp_path / "samples").iterdir())) == 1
     assert pd.read_parquet(tmp_path / "samples").step.nunique() == 64
+
+
+def test_files_of_many_ranks_are_compared_with_those_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank lists those of all ranks, in every step."""
+    looked = Counter[str]()
+
+    class Counted(SampleFile):
+        def __getattribute__(self, name: str) -> Any:
+            looked[name] += 1
+            return super().__getattribute__(name)
+
+    for rank in range(64):
+        (tmp_path / f"steps_000001-000064.rank{rank:04d}.parquet").touch()
+        (tmp_path / f"steps_000064-000064.rank{rank:04d}.parquet").touch()  # of the merge that was cut short
+        (tmp_path / f"steps_000065-000065.rank{rank:04d}.parquet").touch()
+    monkeypatch.setattr(samples, "SampleFile", Counted)
+    assert len(samples.sample_files(tmp_path)) == 128
+    assert looked["rank"] < 20 * 192  # sorting compares too
 
 
 def test_what_cannot_be_read_is_moved_and_what_is_not_ours_stays(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ MAY_WRITE = {
     "observe/run_directory.py": "a run's directory, which its user names",
     "checkpoint/store.py": "a new directory, which gets its name when it is whole",
     "checkpoint/writers.py": "a file in memory",
+    "rewards/messages.py": "a file in memory",
     "checkpoint/checkpoint_dir.py": "in that",
     "weights/torch_dist.py": "in that",
     "weights/hf_files.py": "`aside`, which is such a directory, and what is put there",

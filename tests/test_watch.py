@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -420,6 +421,28 @@ def test_a_trainer_whose_clock_is_behind_lives(
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_file_server_that_fails_over_ends_no_follower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval --follow` looks every two seconds of a night whether the run goes on, and which checkpoints there are."""
+    run = _running(write_record(tmp_path / "run", 5))
+    (run / "checkpoints" / "step_000002").mkdir(parents=True)
+    follower = SimpleNamespace(_root=run / "checkpoints", _is_done=lambda _: False, _is_complete=lambda _: True)
+
+    def left() -> list[int]:
+        return [step for step, _ in follow_module._Follower.left(cast(Any, follower))]
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        assert run_record.run_status(run, [0.0, 0.0]) == "running" and left() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", stale)
+        patch.setattr(os, "scandir", stale)
+        assert left() == []
+    assert left() == [2]
 
 
 def test_control_c_is_no_fault(tmp_path: Path) -> None:

@@ -232,6 +232,7 @@ class CheckpointStore:
             if fault:
                 self.put_aside(path, fault)
             elif enough:
+                self._good.pop(path.name, None)
                 from_rank_zero(partial(checkpoint_dir.remove, path))
             else:
                 num_good += 1
@@ -328,7 +329,7 @@ def _stats(path: Path, manifest: Manifest) -> Stats:
 def _sums_of_rank(folder: Path) -> dict[str, tuple[int, str]] | str:
     """Checksums of the files that this rank wrote, or why they could not be read back."""
     try:
-        mine = [path for path in folder.rglob("*") if not path.is_dir() and _writer(path.name) == dist.get_rank()]
+        mine = [path for path in folder.rglob("*") if _writer(path.name) == dist.get_rank() and not path.is_dir()]
         return checkpoint_dir.sums(folder, sorted(str(path.relative_to(folder)) for path in mine))
     except OSError as error:
         return f"rank {dist.get_rank()}: {error}"

@@ -43,10 +43,10 @@ class Results:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until the save is over
-        if hasattr(os, "memfd_create"):  # in memory on Linux: works with a full /tmp too
-            self._file.close()
+        if hasattr(os, "memfd_create"):  # in memory on Linux: a rank whose /tmp is full would leave the others waiting
             self._file = os.fdopen(os.memfd_create("checkpoint-results"), "w+b")
+        else:
+            self._file = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115 - open until the save is over
 
     def put(self, result: Any) -> None:
         """Store the result. Called in the writer."""

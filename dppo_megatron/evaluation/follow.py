@@ -108,7 +108,11 @@ class _Follower:
 
     def left(self) -> list[tuple[int, Path]]:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
-        return [(step, path) for step, path in named(self._root) if not self._is_done(step) and self._is_complete(path)]
+        try:
+            found = [(step, path) for step, path in named(self._root) if not self._is_done(step)]
+        except OSError:
+            return []  # a file server that fails over; it is looked at again
+        return [(step, path) for step, path in found if self._is_complete(path)]
 
     def _is_complete(self, path: Path) -> bool:
         try:

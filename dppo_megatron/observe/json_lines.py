@@ -88,6 +88,7 @@ class JsonLines:
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
+                os.fsync(self._file.fileno())  # NFS reports a full disk or quota only here, and drops the line
             except OSError:
                 self._file.truncate(end)
                 raise

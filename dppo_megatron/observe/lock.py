@@ -73,12 +73,25 @@ class RunLock:
             is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
             is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine
         except OSError:
-            return  # an unresponsive file system is no sign of another trainer
+            is_taken = self._is_taken_anew()
         if is_taken:
             raise UserError(
                 f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
                 f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
             )
+
+    def _is_taken_anew(self) -> bool:
+        """As `check` asks, through a new descriptor. On NFS the old one fails for ever if another machine has replaced
+        the file (ESTALE), or the server has given the lock up (EIO): there is another trainer then, or the heartbeat
+        goes on. A file system that does not answer at all is no sign of another trainer."""
+        with contextlib.suppress(OSError):
+            new = open_own(self._path, os.O_RDWR)
+            os.dup2(new, self._descriptor, inheritable=False)  # the heartbeat's thread uses the same number
+            os.close(new)
+            with contextlib.suppress(OSError):
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing any descriptor ends the lock
+            return os.pread(self._descriptor, 65536, 0) != self._mine
+        return False
 
     def release(self) -> None:
         if self._done.is_set():

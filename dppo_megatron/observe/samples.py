@@ -177,12 +177,15 @@ def sample_files(directory: Path) -> list[SampleFile]:
         if match := NAME.fullmatch(path.name):
             first, last, rank = map(int, match.groups())
             found.append(SampleFile(first, last, rank, path))
-    wide = [one for one in found if one.last > one.first]
+    wide: dict[int, list[SampleFile]] = {}
+    for one in found:
+        if one.last > one.first:
+            wide.setdefault(one.rank, []).append(one)
     parts = {
         one
         for one in found
-        for other in wide
-        if other.rank == one.rank and one != other and other.first <= one.first and one.last <= other.last
+        for other in wide.get(one.rank, ())
+        if one != other and other.first <= one.first and one.last <= other.last
     }
     return sorted(set(found) - parts)
 

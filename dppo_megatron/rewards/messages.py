@@ -12,6 +12,7 @@ when; the trainer reads it when a deadline is near or when the process has died.
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 from typing import IO
 
@@ -60,8 +61,10 @@ Message = GraderReady | NoStart | Answers
 
 
 def board_file() -> IO[bytes]:
-    """An open file for a board. All its bytes are written: a page that a full disk lacks would kill its reader."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    """An open file for a board, in memory on Linux: a full /tmp would let no process start. All its bytes are written:
+    a page that a full disk lacks would kill its reader."""
+    is_linux = hasattr(os, "memfd_create")
+    file = os.fdopen(os.memfd_create("board"), "w+b") if is_linux else tempfile.TemporaryFile()  # noqa: SIM115
     file.write(bytes(_BOARD_BYTES))
     file.flush()
     return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -313,6 +314,30 @@ def test_a_set_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeyp
         [line] = _load(config, folder)["t"].notes
     assert "cannot be kept" in line and "the set has changed while it was read" in line
     assert not list(folder.glob("*.arrow"))
+
+
+def test_a_file_that_another_machine_maps_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without common locks two machines read the set at the same time. The pages of a replaced file are gone on NFS: a
+    rank that touches one is killed."""
+    config, folder = _plain(tmp_path), tmp_path / "cache"
+    wanted, faster = _seen(_load(config, None), config), list[tuple[Sets, int]]()
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def read(path: str, *more: str) -> Any:
+        if path.endswith("train.jsonl") and not faster:
+            faster.append(({}, 0))
+            faster[0] = _load(config, folder), _file(folder).stat().st_ino
+        return read_rows(path, *more)
+
+    with monkeypatch.context() as context:
+        context.setattr(cache.fcntl, "flock", no_locks)
+        context.setattr(sets, "read_rows", read)
+        found = _load(config, folder)
+    assert _seen(found, config) == _seen(faster[0][0], config) == wanted
+    assert _is_mapped(found, folder) and _file(folder).stat().st_ino == faster[0][1]
+    assert {path.suffix for path in folder.iterdir()} == {".arrow", ".lock"}
 
 
 def test_what_another_user_could_have_written_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import math
 import os
 import resource
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -246,8 +248,13 @@ def test_garbage_in_the_pipe_of_answers() -> None:
         assert grades[1].failure.startswith("died (")
 
 
-def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
-    """What a sample left behind strikes when nobody is graded: no sample is charged."""
+def test_a_process_that_dies_between_two_calls_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a sample left behind strikes when nobody is graded: no sample is charged, even while /tmp is full."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pool_of(processes=1) as pool:
         for _ in range(3):
             (pid,) = pool.grade(tasks_of(["pid"]))

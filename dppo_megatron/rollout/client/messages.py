@@ -22,7 +22,7 @@ import numpy as np
 
 from dppo_megatron.frames import framed, read_frame
 from dppo_megatron.rollout.servers.dialects import AnyDialect
-from dppo_megatron.rollout.servers.http import Peer
+from dppo_megatron.rollout.servers.http import Peer, keep_alive
 from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Graded, Sampled, Submit, version_number
 from dppo_megatron.types import Completion, Grade, GradeTask
 
@@ -112,6 +112,7 @@ def connect(address: str, timeout_s: float) -> socket.socket:
     host, _, port = address.rpartition(":")
     peer = socket.create_connection((host, int(port)), timeout=timeout_s)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(peer)  # idle during updates
     return peer
 
 

@@ -309,6 +309,15 @@ class Http:
             return self._transport
 
 
+def keep_alive(connection: Any) -> None:
+    """Have the kernel send something every minute over a connection, a socket, that is idle: a completion of an hour
+    is, and firewalls between machines forget such a connection (AWS's after 350 s, Google's after 10 min)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with contextlib.suppress(AttributeError):  # not Linux: after two hours
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 60)
+
+
 def listens(url: str) -> bool:
     """Whether something listens at `url`: False only if the connection is refused, not if it times out."""
     try:
@@ -365,6 +374,8 @@ class _ToPeers(aiohttp.TCPConnector):
         """The method that aiohttp documents for connectors to override."""
         _CONNECTION.get().is_new = True
         protocol = await super()._create_connection(req, traces, timeout)
+        if protocol.transport is not None:  # else it has been closed again
+            keep_alive(protocol.transport.get_extra_info("socket"))
         peer = self.provers.get(_host_and_port(str(req.url)))
         if peer is None or peer.proves is False:
             return protocol
@@ -374,7 +385,7 @@ class _ToPeers(aiohttp.TCPConnector):
         if peer.proves:
             raise NotProven(peer.url)
         peer.proves = False  # a server without our check: the address that the user gave is trusted
-        return await super()._create_connection(req, traces, timeout)
+        return await self._create_connection(req, traces, timeout)
 
 
 async def _is_proven(protocol: Any, key: str) -> bool:
