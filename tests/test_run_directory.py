@@ -259,6 +259,7 @@ def test_a_line_waits_too_where_a_full_quota_is_reported_late(tmp_path: Path, mo
         at_the_server["size"] = os.fstat(descriptor).st_size
 
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(json_lines, "_FORCED_EVERY_S", 0.0)
     lines = JsonLines(path)
     lines.write({"step": 1})
     at_the_server["is_full"] = True

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _HEADER = -1
 """Stands for the step of a trace's first line, which has none."""
 _BLOCK = 1 << 20
 """Bytes read at a time."""
+_FORCED_EVERY_S = 1.0
+"""Lines that come faster are not forced to the disk one by one: 4 ms each, where a quickstart's step takes 150."""
 _STEP = re.compile(rb'\{"step": ([0-9]{1,15})[,}]')
 
 
@@ -53,6 +56,7 @@ class JsonLines:
         self._file = append_to(path)
         self.waiting: list[bytes] = []
         """Lines that have not been written yet."""
+        self._forced_at = -math.inf
         self._has_dropped = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
@@ -88,7 +92,9 @@ class JsonLines:
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
-                os.fsync(self._file.fileno())  # NFS reports a full disk or quota only here, and drops the line
+                if time.monotonic() - self._forced_at >= _FORCED_EVERY_S:
+                    os.fsync(self._file.fileno())  # NFS reports a full disk or quota only here, and drops the line
+                    self._forced_at = time.monotonic()
             except OSError:
                 self._file.truncate(end)
                 raise
