@@ -491,7 +491,6 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
         ("objective__loss=divergence_tv objective__clip_high=0.3", "objective__loss=clip"),
         ("objective__function=examples.custom_loss:soft_gate objective__loss=gspo", "objective__function="),
         ("observe__tracking__project=mine", "observe__trackers=[tensorboard]"),
-        ("sft__steps=0 sft__examples_path=README.md", "sft__steps=2"),
     ],
 )
 def test_what_may_be_left_without_effect_is_said(cold: Path, tmp_path: Path, idle: str, read: str) -> None:

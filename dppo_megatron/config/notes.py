@@ -60,7 +60,6 @@ def _unused(config: Config) -> dict[str, tuple[Sequence[str], bool]]:
             correction.level != "none" and correction.mode == "truncate",
         ),
         "observe.trackers = []": (["observe.tracking."], not config.observe.trackers),
-        "sft.steps = 0": (["sft.examples_path"], not config.sft.steps),
     }
 
 
