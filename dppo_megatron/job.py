@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.algorithms.token_values import OwnTokens, try_token_values
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.notes import effect_notes, gspo_note, server_notes
+from dppo_megatron.config.notes import effect_notes, gspo_note, server_notes, warmup_note
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import (
@@ -297,7 +297,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + effect_notes(config) + gspo_note(config) + _warnings(config, architecture)
+    notes = effect_notes(config) + gspo_note(config) + warmup_note(config)
+    return unread + notes + _warnings(config, architecture)
 
 
 def _warnings(config: Config, architecture: Architecture) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dppo_megatron.config.load import read_config
-from dppo_megatron.config.notes import effect_notes, gspo_note, server_notes
+from dppo_megatron.config.notes import effect_notes, gspo_note, server_notes, warmup_note
 from dppo_megatron.config.rollout import check_rollout
 
 LAUNCHED = ["rollout.engine=vllm", "rollout.servers.launch=local"]
@@ -80,3 +80,12 @@ def test_settings_of_servers_that_the_embedded_engine_has_not() -> None:
 def test_gspo_with_the_bounds_of_tokens(settings: list[str], is_warned: bool) -> None:
     said = gspo_note(read_config("", ["objective.loss=gspo", *settings]))
     assert bool(said) == is_warned and all("objective.clip_low=3e-4" in line for line in said)
+
+
+@pytest.mark.parametrize(("updates", "share"), [(1, "30%"), (2, "60%"), (4, "")])
+def test_a_warmup_that_never_ends_is_said(updates: int, share: str) -> None:
+    """verl counts training steps; here a step has several updates. By hand: 3, 6 and 12 updates of 10."""
+    warm = ["steps=3", "actor.optimizer.lr_warmup_steps=10", f"objective.updates_per_step={updates}"]
+    said = warmup_note(read_config("", warm))
+    assert bool(said) == bool(share) and all(f" ends at {share} of " in line for line in said)
+    assert warmup_note(read_config("", [*warm, "steps=0"])) == []

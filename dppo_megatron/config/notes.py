@@ -88,6 +88,17 @@ def gspo_note(config: Config) -> list[str]:
     ]
 
 
+def warmup_note(config: Config) -> list[str]:
+    """A warning if the run ends before its learning rate is reached."""
+    warmup, updates = config.actor.optimizer.lr_warmup_steps, config.steps * config.objective.updates_per_step
+    if not 0 < updates < warmup:
+        return []
+    return [
+        f"warning: actor.optimizer.lr_warmup_steps = {warmup} is more than the run's {updates} updates: the learning"
+        f" rate ends at {updates / warmup:.0%} of actor.optimizer.learning_rate"
+    ]
+
+
 def server_notes(rollout: RolloutConfig, ranks_here: int) -> list[str]:
     """A warning if servers that the trainer starts leave most GPUs of a machine idle while they generate, or start on
     one that trains. `ranks_here`: of the trainer on a machine, a GPU each."""
