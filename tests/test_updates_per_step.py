@@ -485,6 +485,12 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
             "objective__correction__mode=mask",
         ),
         ("data__prompt_template={problem}? data__template=plain_boxed", "data__prompt_template=null"),
+        ("objective__kl__estimator=k2", "objective__kl__coef=0.1"),
+        ("objective__overlong__penalty=0.5", "objective__overlong__buffer_tokens=1"),
+        ("objective__divergence__max_shift=0.1", "objective__loss=divergence_tv"),
+        ("objective__loss=divergence_tv objective__clip_high=0.3", "objective__loss=clip"),
+        ("objective__function=examples.custom_loss:soft_gate objective__loss=gspo", "objective__function="),
+        ("observe__tracking__project=mine", "observe__trackers=[tensorboard]"),
     ],
 )
 def test_what_may_be_left_without_effect_is_said(cold: Path, tmp_path: Path, idle: str, read: str) -> None:
