@@ -135,7 +135,7 @@ class _Looked(dict[int, float]):
 
 
 def test_no_request_is_looked_at_before_one_can_be_late() -> None:
-    """Thousands wait for minutes, and five times a second it is asked whether one is late: then each, and not before."""
+    """Thousands wait for minutes, and whether one is late is asked five times a second: of each once one can be."""
     world, asked = World(), _Looked()
     world.reply = lambda ask: answered(ask) if world.now > 90 else None
     work = work_of(groups(*[1] * 50), may_lose=True, first_asked=asked)
