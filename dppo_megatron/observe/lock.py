@@ -57,9 +57,11 @@ class RunLock:
             if previous and self._is_alive(self._descriptor, previous, kernel_locks):
                 raise UserError(self._refusal(self._descriptor))
             self.took_over = _name(previous) if previous else self.took_over
-            self._mine = json.dumps(_describe_self()).encode()
+            self.text = json.dumps(_describe_self()).encode()
+            """What lock.json holds, different in every start."""
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, self._mine, 0)
+            os.pwrite(self._descriptor, self.text, 0)
+            os.fsync(self._descriptor)  # so that the job's other machines read it too
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -71,7 +73,7 @@ class RunLock:
         """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
         try:
             is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
-            is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self._mine
+            is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self.text
         except OSError:
             is_taken = self._is_taken_anew()
         if is_taken:
@@ -90,7 +92,7 @@ class RunLock:
             os.close(new)
             with contextlib.suppress(OSError):
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing any descriptor ends the lock
-            return os.pread(self._descriptor, 65536, 0) != self._mine
+            return os.pread(self._descriptor, 65536, 0) != self.text
         return False
 
     def release(self) -> None:
