@@ -71,8 +71,7 @@ def hf_to_megatron(
     except UserError as error:
         raise UserError(f"--tp {tp} --pp {pp} --ep {ep}: {error}") from None
     reader = CheckpointReader(source, architecture, "--hf")
-    if reader.left_out:
-        lines.append(f"left out: {len(reader.left_out)} tensors of layers for multi-token prediction")
+    lines += _left_out(reader)
     lines += [f"{name}: equal to the tied embedding, stored once" for name in sorted(reader.redundant)]
     lines += _compared(model)
     dtypes = {key: _dtype_of_key(key, reader, architecture) for key in table(architecture)}
@@ -140,7 +139,7 @@ def megatron_to_hf(
         for key, place in in_layer_order(architecture)
         for name in hf_names(key, place, architecture)
     }
-    lines = _compared(model)
+    lines = _left_out(reader) + _compared(model)
     with (
         _disk_errors(target),
         hf_writer(target, assets, architecture, dtypes, max_shard_bytes=int(shard_gb * 1e9)) as writer,
@@ -154,6 +153,11 @@ def megatron_to_hf(
         written, what = CheckpointReader(target, architecture), "the checkpoint it came from"
         lines.append(_verify(written, lambda name: reader.get(name).to(dtypes[name]), what))
     return [*lines, f"{target}: {len(reader.names)} tensors of {architecture.name}"]
+
+
+def _left_out(reader: CheckpointReader | TorchDistReader) -> list[str]:
+    count = len(reader.left_out)
+    return [f"left out: {count} tensors of layers for multi-token prediction"] if count else []
 
 
 def _compared(model: ModelConfig) -> list[str]:

@@ -182,13 +182,14 @@ def _save_as_older_megatrons(model: Path, target: Path) -> set[str]:
     return beginnings
 
 
-def test_an_older_megatrons_mixture_is_read(tmp_path: Path) -> None:
+def test_an_older_megatrons_mixture_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its optimizers' state is no part of the model, whatever it is called, and neither is multi-token prediction."""
     source, saved = write_model(tmp_path / "source", family="qwen3_moe"), tmp_path / "megatron"
     saved.mkdir()
     beginnings = set().union(*run_ranks(_save_as_older_megatrons, 2, source, saved))
     assert beginnings == {"embedding", "decoder", "output_layer", "chained_0", "chained_1", "mtp"}
     assert _convert("to-hf", "--checkpoint", saved, "--hf", source, "--out", tmp_path / "hf", "--verify") == 0
+    assert "left out: 1 tensors of layers for multi-token prediction" in capsys.readouterr().out
     _assert_byte_equal(tmp_path / "hf", source)
 
 

@@ -61,7 +61,8 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_NOT_MODEL = ("optimizer.", "chained_", "reference.", "mtp.")
+_MTP = "mtp."
+_NOT_MODEL = ("optimizer.", "chained_", "reference.", _MTP)
 """Key prefixes of what a training checkpoint holds beside the model here: older Megatron-LMs number the optimizers of a
 mixture (chained_0.optimizer.state...), and layers for multi-token prediction are not read."""
 
@@ -115,11 +116,13 @@ class TorchDistReader:
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
         self._directory, self._reader = Path(directory), FileSystemReader(directory)
         metadata = read_metadata(self._directory)
-        tensors = {
+        stored = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata) and not key.startswith(_NOT_MODEL)
+            if isinstance(value, TensorStorageMetadata)
         }
+        tensors = {key: value for key, value in stored.items() if not key.startswith(_NOT_MODEL)}
+        self.left_out = {key for key in stored if key.startswith(_MTP)}
         has_adapters = any(key.endswith(".lora_a") for key in tensors)
         run = _run_config(self._directory) if has_adapters else Config()
         self._architecture = architecture = replace(architecture, lora=None).with_adapters(run.actor.lora)
