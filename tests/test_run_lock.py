@@ -156,7 +156,9 @@ def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
     if taken:
         with pytest.raises(UserError, match="was replaced while this trainer ran"):
             lock.check()
+        monkeypatch.undo()
         lock.release()
+        assert json.loads(path.read_text())["host"] == "third"
         return
     lock.check()
     monkeypatch.undo()
@@ -165,6 +167,22 @@ def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
     assert not os.get_inheritable(_descriptor(path))
     with holding(lambda: _refused(tmp_path)):
         lock.release()
+
+
+def test_a_trainer_that_has_been_taken_over_from_for_a_while_stops_too(tmp_path: Path) -> None:
+    """The other one has ended and released the lock. A directory that is gone is a file system that is not mounted."""
+    (directory := tmp_path / "run").mkdir()
+    lock = RunLock(directory)
+    (directory / "lock.json").rename(aside := tmp_path / "lock.json")
+    with pytest.raises(UserError, match="was removed while this trainer ran"):
+        lock.check()
+    directory.rename(tmp_path / "not mounted")
+    lock.check()
+    (tmp_path / "not mounted").rename(directory)
+    aside.rename(directory / "lock.json")
+    lock.check()
+    lock.release()
+    assert not (directory / "lock.json").exists()
 
 
 def _refused(directory: Path) -> None:
