@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,27 @@ def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
     os.utime(path, (1, 1))
     until(lambda: path.stat().st_mtime > 2)
     assert not os.get_inheritable(_descriptor(path))
+    with holding(lambda: _refused(tmp_path)):
+        lock.release()
+
+
+def test_a_lock_that_another_trainer_tries_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another machine waits for a heartbeat while the descriptor is replaced, sees it and ends."""
+    lock = RunLock(tmp_path)
+
+    def fails(number: int) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fails(errno.EIO))
+        patch.setattr(fcntl, "lockf", fails(errno.EAGAIN))
+        lock.check()
+    lock.check()
     with holding(lambda: _refused(tmp_path)):
         lock.release()
 

@@ -63,6 +63,7 @@ class RunLock:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._is_lock_lost = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run lock", daemon=True)
         self._thread.start()
@@ -76,6 +77,8 @@ class RunLock:
             is_taken, how = os.path.isdir(self._path.parent), "removed"
         except OSError:
             is_taken = self._is_taken_anew()
+        if self._is_lock_lost:
+            self._lock_again()
         if is_taken:
             raise UserError(
                 f"{self._path} was {how} while this trainer ran: another one may have begun to write to"
@@ -94,10 +97,16 @@ class RunLock:
             new = open_own(self._path, os.O_RDWR)
             os.dup2(new, self._descriptor, inheritable=False)  # the heartbeat's thread uses the same number
             os.close(new)
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing any descriptor ends the lock
+            self._lock_again()  # closing any descriptor has ended the lock
             return os.pread(self._descriptor, 65536, 0) != self._mine
         return False
+
+    def _lock_again(self) -> None:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._is_lock_lost = False
+        except OSError:  # another trainer may have it until it sees a heartbeat of this one
+            self._is_lock_lost = True
 
     def release(self) -> None:
         if self._done.is_set():
