@@ -18,15 +18,11 @@ from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.algorithms.objectives import PolicyLoss, check_policy_loss
 from dppo_megatron.algorithms.token_values import OwnTokens, try_token_values
-from dppo_megatron.config.changes import flat
 from dppo_megatron.config.checks import check_world_size
-from dppo_megatron.config.data import DataConfig
-from dppo_megatron.config.load import config_values
+from dppo_megatron.config.notes import effect_notes, gspo_note, server_notes, warmup_note
 from dppo_megatron.config.objective import zero_advantage_slope
 from dppo_megatron.config.plugins import load_function
 from dppo_megatron.config.resolved_sets import (
-    TEMPLATES,
-    Template,
     eval_set_configs,
     longest_sequence,
     longest_trained,
@@ -39,6 +35,7 @@ from dppo_megatron.data.cache import LazyPrompts
 from dppo_megatron.data.examples import load_examples
 from dppo_megatron.data.sets import ProblemSet, load_eval_sets, load_train_sets, stop_token_ids
 from dppo_megatron.data.summary import data_fingerprint, report_lines
+from dppo_megatron.launcher_env import launched_here
 from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.packing.planner import check_longest_trained, usable_capacity
 from dppo_megatron.platform.capabilities import Machine, check_gpus, this_machine
@@ -165,6 +162,8 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if trains:
         architecture = architecture.with_adapters(config.actor.lora)
     lines = check_settings(config, architecture, world_size, machine or this_machine()) if trains else []
+    if trains and machine is None and this_machine().cuda_capability is not None:
+        lines += server_notes(config.rollout, launched_here())
     if trains:
         check_installed(config.reward)
         assets(config.model.hf_path)  # raises for files that must not be copied into a checkpoint
@@ -298,50 +297,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)
-    return unread + _effect_notes(config) + _template_notes(config.data) + _warnings(config, architecture)
-
-
-def _effect_notes(config: Config) -> list[str]:
-    """Lines about settings without effect because of another one. Not errors: a file, a comparison or a resumed run may
-    have good reason to keep them."""
-    actor, rollout, correction = config.actor, config.rollout, config.objective.correction
-    unused: dict[str, tuple[Sequence[str], bool]] = {
-        "actor.optimizer.lr_schedule = constant": (
-            ["actor.optimizer.min_learning_rate"],
-            actor.optimizer.lr_schedule == "constant",
-        ),
-        f"actor.recompute = {actor.recompute}": (["actor.recompute_modules"], actor.recompute != "selective"),
-        "rollout.servers.endpoints names running servers": (
-            [f"rollout.servers.{name}" for name in ("python", "count", "gpus")],
-            bool(rollout.servers.endpoints),
-        ),
-        "objective.correction.level = none": (
-            [f"objective.correction.{name}" for name in ("mode", "max_ratio", "min_ratio")],
-            correction.level == "none",
-        ),
-        "objective.correction.mode = truncate": (
-            ["objective.correction.min_ratio"],
-            correction.level != "none" and correction.mode == "truncate",
-        ),
-    }
-    values, defaults = flat(config_values(config)), flat(config_values(Config()))
-    return [
-        f"{key} = {values[key]} has no effect while {why}"
-        for why, (keys, is_so) in unused.items()
-        for key in keys
-        if is_so and values[key] != defaults[key]
-    ]
-
-
-def _template_notes(data: DataConfig) -> list[str]:
-    """Lines about a template's settings that `data` overrides, as a file may if the command line sets the template."""
-    named = TEMPLATES.get(data.template)
-    own = [item.name for item in fields(Template) if named and getattr(data, item.name) is not None]
-    return [
-        f"data.template = {data.template}: its {name} has no effect while data.{name} is set; null uses the template"
-        for name in own
-        if getattr(data, name) != getattr(named, name)
-    ]
+    notes = effect_notes(config) + gspo_note(config) + warmup_note(config)
+    return unread + notes + _warnings(config, architecture)
 
 
 def _warnings(config: Config, architecture: Architecture) -> list[str]:

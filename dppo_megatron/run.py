@@ -37,7 +37,7 @@ from dppo_megatron.launcher_env import launched_here, launched_rank
 from dppo_megatron.observe.lock import FILE as LOCK
 from dppo_megatron.observe.metrics import Summary
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
-from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error, sees_run
+from dppo_megatron.observe.run_directory import SUMMARY, RunDirectory, as_user_error, sees_lock
 from dppo_megatron.observe.samples import SAMPLES, SampleWriter
 from dppo_megatron.observe.timeline import StepRecorder
 from dppo_megatron.observe.trackers.process import Cell, StepLine
@@ -340,10 +340,11 @@ class Run:
 
     def _open_run(self, job: Job) -> list[str]:
         """Lock the run directory, find the checkpoint to resume from, open the record; returns changed settings."""
-        self._run = from_rank_zero(self._open_directory)
-        if apart := gather_all([] if sees_run(self._directory, self._run) else [socket.gethostname()]):
+        self._run, lock = from_rank_zero(self._open_directory)
+        is_seen = dist.get_rank() == 0 or sees_lock(self._directory, lock)
+        if apart := gather_all([] if is_seen else [f"{socket.gethostname()}:{self._directory.absolute()}"]):
             where = ", ".join(sorted(set(apart))[:4])
-            problem = f"rank 0's directory is not seen from {where}; a job's machines must share the file system"
+            problem = f"rank 0's directory is not {where}; a job's machines must share the file system"
             raise on_every_rank(UserError(f"run_dir = '{self._directory}': {problem}"))
         changes = from_rank_zero(lambda: changes_since(job.config, self._directory / "config.yaml"))
         self._store = CheckpointStore(
@@ -361,9 +362,10 @@ class Run:
         from_rank_zero(lambda: self._open_record(job))
         return changes
 
-    def _open_directory(self) -> str:
+    def _open_directory(self) -> tuple[str, bytes]:
+        """The run's id, and what its lock.json holds."""
         self._files = RunDirectory(self._directory)
-        return self._files.run
+        return self._files.run, self._files.lock_text
 
     def _open_record(self, job: Job) -> None:
         """Open the record, truncated to the step that this run resumes from. On rank 0."""

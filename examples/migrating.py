@@ -47,6 +47,8 @@ def translate(given: str) -> str:
     if "=" in ours:
         return checked(given, ours)
     word = other_names().get(f"{key}={value.replace('-', '_').lower()}", "")
+    if key == "data.chat_template_kwargs" and (argument := name.partition("chat_template_kwargs.")[2]):
+        return checked(given, f"{key}.{argument}={value}")
     if word and (" (" in word or not word.startswith(f"{FOUND}{key}=")):
         return f"# {given}: {word.removeprefix(FOUND)}"
     value = word.removeprefix(f"{FOUND}{key}=") or value

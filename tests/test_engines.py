@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,6 +45,7 @@ from dppo_megatron.rollout.servers.server_process import LaunchedServer
 from dppo_megatron.rollout.servers.sglang import ServerArgs, SGLangServer, _longest
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Call, Expected, GenerateRequest, Sampled, Submit
+from dppo_megatron.rollout.sync import receipts
 from dppo_megatron.rollout.sync.channels import DiskChannel, buckets, write_snapshot
 from dppo_megatron.rollout.sync.colocated import SharedBuffer
 from dppo_megatron.rollout.sync.receipts import Digests, canary_difference, differing, digest
@@ -156,6 +158,17 @@ def test_digests_join_as_engines_do() -> None:
     assert differing(sent, first_digits) == (["model.norm.weight"], 3)
     empty = dict.fromkeys(held, digest(torch.zeros(0)))
     assert differing(sent, empty) == ([], 0), "a packed layer shows no bytes"
+
+
+def test_as_many_tensors_are_hashed_at_a_time_as_a_rank_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are paused meanwhile; one thread hashes less than two gigabytes a second."""
+    together = threading.Barrier(5)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(receipts, "digest", lambda *parts: f"{together.wait(20.0)}")
+    digests = Digests()
+    for _ in digests.tee((f"model.layers.{n}.input_layernorm.weight", torch.zeros(3)) for n in range(5)):
+        pass
+    assert sorted(found for [found] in digests.result().values()) == ["0", "1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.shared_expert", "mlp.shared_experts"])

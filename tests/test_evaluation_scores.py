@@ -23,7 +23,7 @@ from dppo_megatron.evaluation.eval_scores import (
     score,
     students_t,
 )
-from dppo_megatron.evaluation.standalone import by_level, level_lines
+from dppo_megatron.evaluation.standalone import by_level, level_lines, table
 from dppo_megatron.types import Prompt
 
 samples_of_a_problem = st.lists(
@@ -276,3 +276,17 @@ def test_no_two_problems_have_one_id() -> None:
             if ids.count("b") == 1:
                 assert found[ids.index("b")] == "b"
     assert problem_ids([Prompt(at, "", (), "", "", row={"id": 1} if at == 0 else {}) for at in (0, 1)]) == ["1#0", "1"]
+
+
+def test_the_mean_reward_of_a_grader_that_never_says_right() -> None:
+    """A judge's marks below reward.correct_from are all 0 to pass@1. By hand: (mean of .2, .6, and .9 alone) / 2; the
+    failed grading counts nowhere."""
+    marks = [(0, 0.2), (0, 0.6), (1, 0.9)]
+    outcomes = [SampleOutcome(problem, False, None, False, None, 5, reward) for problem, reward in marks]
+    scores = score("set", 2, 2, [*outcomes, SampleOutcome(1, None, None, False, None, 5)])
+    assert scores.metrics()["eval/set/reward_mean"] == pytest.approx(0.65, abs=1e-12)
+    assert scores.metrics()["eval/set/pass@1"] == 0
+    assert scores.line().endswith("reward 0.650, 1 gradings failed") and "0.650" in table([scores])[-1]
+    right = score("set", 1, 1, [SampleOutcome(0, True, None, False, None, 5, 1.0)])
+    assert right.metrics()["eval/set/reward_mean"] == 1.0 and "reward" not in right.line()
+    assert score("set", 1, 1, [SampleOutcome(0, None, None, False, None, 5)]).reward_mean is None

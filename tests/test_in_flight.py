@@ -35,7 +35,7 @@ from dppo_megatron.rollout.client.connections import ServerConnections
 from dppo_megatron.rollout.client.messages import ENCODER, TO_CLIENT, Arrived, Over, ServerAddress
 from dppo_megatron.rollout.client.process import Client
 from dppo_megatron.rollout.engine import Request, Sampling
-from dppo_megatron.rollout.in_flight import collected, packed, restore
+from dppo_megatron.rollout.in_flight import Found, collected, packed, restore
 from dppo_megatron.rollout.server_engine import ServerEngine
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import dispatch
@@ -355,17 +355,23 @@ def test_what_was_given_up_is_tried_again_by_a_resume_alone() -> None:
 
 
 def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank reads the file: the step after it is kept all the same."""
-    logged = logged_lines()
+    """Every rank reads the file: the step after it is kept all the same. Nor are its tokens brought to rank 0: with 48
+    layers' experts a step of 8,192 answers has 20 GB of them."""
+    logged, sent = logged_lines(), list[int]()
     small, large = (Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 9))
     works = [replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)]
 
     def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
         return [Arrived(0, 0, large if rollout == 4 else small, "", None)]
 
-    assert sorted(collected(works, take)) == [4, 5]
+    def to_rank_zero(mine: list[Found]) -> list[list[Found]]:
+        sent.extend(len(one.token_ids) for _, one in mine)
+        return [mine]
+
+    monkeypatch.setattr("dppo_megatron.rollout.in_flight.to_rank_zero", to_rank_zero)
+    assert sorted(collected(works, take)) == [4, 5] and sent == [9, 1]
     monkeypatch.setattr("dppo_megatron.rollout.in_flight.MOST_BYTES", 64)
-    assert sorted(collected(works, take)) == [5]
+    assert sorted(collected(works, take)) == [5] and sent == [9, 1, 1]
     assert any("step 4: not in the checkpoint" in line for line in logged)
 
 

@@ -54,6 +54,8 @@ VALUES = {
     "objective.kl.reference_path=.": "objective.kl.reference_path has no effect while objective.kl.coef = 0",
     "data.train_path=nowhere.jsonl": "data.train_path = 'nowhere.jsonl': no such file",
     "data.train_path=no/math/train.jsonl": "; `dppo-megatron data math --out no/math` writes it (see docs/data.md)",
+    "data.train_path=[a.parquet, b.parquet]": "a directory of parts, or each of several files in data.train_sets.NAME",
+    "data.eval_paths.x=parts/*.parquet": "or each of several files in data.eval_sets.NAME.path",
     f"data.train_path={DEEP}": "cannot be read: File name too long",
     f"data.train_path={REPOSITORY / 'tools'}": "neither a directory saved by `datasets` nor",
     f"data.eval_paths.x={LONG}": "data.eval_paths.x = ",

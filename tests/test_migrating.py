@@ -280,6 +280,8 @@ def test_usual_keys_are_answered(trainer: str) -> None:
         ("actor_rollout_ref.actor.use_rollout_log_probs", "here it is objective.old_logprobs (behaviour)"),
         ("vllm_importance_sampling_correction", "here it is objective.correction.level (TRL's default, sequence_mask,"),
         ("vllm_importance_sampling_clip_max", "here it is objective.correction.max_ratio"),
+        ("actor_rollout_ref.rollout.ignore_eos", "not supported: samplers beyond temperature"),
+        ("actor_rollout_ref.rollout.router_config_path", "here it is rollout.servers.args"),
         ("--update-weight-buffer-size", "here it is rollout.sync.bucket_mb (in MiB"),
         ("--optimizer-cpu-offload", "here it is actor.optimizer.cpu_offload (1 or 0"),
     ],

@@ -166,6 +166,7 @@ def test_a_switch_that_is_off_is_not_answered_with_what_turns_it_on(given: str, 
         ('data.train_data_path=["a", "b"]', "# "),
         ("loss_fn.reference_policy_kl_type=k3", "# "),
         ("--seed=3", "seed=3"),
+        ("+data.apply_chat_template_kwargs.enable_thinking=False", "data.chat_template_kwargs.enable_thinking=False"),
         ("no_such_thing=1", "# no_such_thing=1: not in the tables"),
     ],
 )

@@ -164,7 +164,7 @@ def _start(files: Path, places: list[Path], late: bool) -> str:
         if late and waited > 30:
             os.chdir(places[0])
 
-    place.mkdir(exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
     os.chdir(place)
     try:
         with (
@@ -177,12 +177,22 @@ def _start(files: Path, places: list[Path], late: bool) -> str:
 
 
 def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path, tmp_path: Path) -> None:
-    """Each would write its own ranks' part of every checkpoint, which rank 0 would publish as complete. A machine that
-    sees the directory half a minute late, as by NFS, is waited for."""
-    apart, late = ([tmp_path / f"{name}{rank}" for rank in (0, 1)] for name in ("apart", "late"))
-    said = f"run_dir = 'run': rank 0's directory is not seen from {socket.gethostname()}; a job's machines must share"
-    assert [text.startswith(said) for text in run_ranks(_start, 2, files, apart, False)] == [True, True]
+    """Each would write its own ranks' part of every checkpoint, which rank 0 would publish as complete. A copy of the
+    directory is not the directory. A machine that sees rank 0's half a minute late, as by NFS, is waited for."""
+    apart, copied, late = ([tmp_path / f"{name}{rank}" for rank in (0, 1)] for name in ("apart", "copied", "late"))
+    shutil.copytree(_begun(copied[0] / "run"), copied[1] / "run")
+    (late[1] / "run").mkdir(parents=True)
+    for places in (apart, copied):
+        where = f"{socket.gethostname()}:{places[1] / 'run'}"
+        told = f"rank 0's directory is not {where}; a job's machines must share the file system"
+        assert [text.partition(": ")[2] for text in run_ranks(_start, 2, files, places, False)] == [told, told]
     assert run_ranks(_start, 2, files, late, True) == ["started after 0 s", "started after 31 s"]
+
+
+def _begun(path: Path) -> Path:
+    """A directory in which a run has begun and ended."""
+    RunDirectory(path).close()
+    return path
 
 
 @pytest.mark.parametrize("identity", ["", "5", "{}", '{"format": "x", "run": "y"}', "[" * 100_000, None])

@@ -124,6 +124,29 @@ def test_a_rollout_that_is_begun_meanwhile_is_taken_up() -> None:
     assert [work.finished.done() for work in works] == [True, False, True]
 
 
+class _Looked(dict[int, float]):
+    """Counts how often a request is looked up."""
+
+    looks = 0
+
+    def get(self, *arguments: Any) -> Any:
+        self.looks += 1
+        return super().get(*arguments)
+
+
+def test_no_request_is_looked_at_before_one_can_be_late() -> None:
+    """Thousands wait for minutes, and whether one is late is asked five times a second: of each once one can be."""
+    world, asked = World(), _Looked()
+    world.reply = lambda ask: answered(ask) if world.now > 90 else None
+    work = work_of(groups(*[1] * 50), may_lose=True, first_asked=asked)
+    list(Dispatch(world.fleet(request_timeout_s=100.0), [work]).run())
+    assert world.now > 90 and asked.looks == 0 and not work.lost
+    late = work_of(groups(*[1] * 50), may_lose=True, first_asked=_Looked())
+    world.reply = lambda ask: answered(ask) if ask.ticket in world.ended else None
+    list(Dispatch(world.fleet(request_timeout_s=100.0), [late]).run())
+    assert len(late.ended) == 50
+
+
 def test_what_was_aborted_is_asked_for_again_and_nothing_else() -> None:
     """One completion in twenty, of groups of 8: a twentieth again, and not the third that are in a group with one."""
     world, count = World(), 400

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.job import REPOSITORY, job_config, nearly, read_metrics, write_job_files, write_warm_job_files
+from support.job import QUICK, REPOSITORY, job_config, nearly, read_metrics, write_job_files, write_warm_job_files
 from support.launch import run_ranks
 from support.tiny import Parallel, build_actor, plan_for, random_samples, write_model
 
@@ -27,6 +29,7 @@ from dppo_megatron.platform.capabilities import this_machine
 from dppo_megatron.pruning import StepCost
 from dppo_megatron.run import Run
 from dppo_megatron.selection import Rollouts, Selector, TrainSelection
+from dppo_megatron.steps import loop as steps_loop
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import Completion, FloatArray, Prompt, TrainSample, UserError
@@ -382,6 +385,32 @@ def test_reference_survives_a_resume(files: Path, tmp_path: Path) -> None:
     assert whole[-1]["train/kl"] > 1e-6
 
 
+def _left_alive(files: Path, run_dir: Path, updates: int) -> tuple[list[int], int]:
+    """Before each exchange of a run, how many samples of earlier steps are in memory; and how many there were."""
+    samples, alive, exchange = list[weakref.ref[Any]](), list[int](), steps_loop.exchange
+
+    def watched(*arguments: Any) -> Any:
+        gc.collect()
+        alive.append(sum(one() is not None for one in samples))
+        made = exchange(*arguments)
+        samples.extend(weakref.ref(one.token_ids) for update in made for one in update.samples.values())
+        return made
+
+    steps_loop.exchange = watched
+    config = job_config(files, run_dir, steps=3, objective__updates_per_step=updates, **QUICK)
+    with Run(prepare_job(config, 1)) as run:
+        train(run)
+    return alive, len(samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [1, 2])
+def test_no_batch_outlives_its_update(files: Path, tmp_path: Path, updates: int) -> None:
+    """Not until the next step's tokens arrive: a replica's share with its routed experts may be 5 GB on every rank."""
+    [(alive, count)] = run_ranks(_left_alive, 1, files, tmp_path / "run", updates)
+    assert alive == [0, 0, 0] and count > 100
+
+
 def _swaps(files: Path, run_dir: Path, extra: dict[str, Any]) -> int:
     swaps, swap = [], Actor._swap_with_reference
     Actor._swap_with_reference = lambda actor: swaps.append(swap(actor))  # type: ignore[method-assign]
@@ -485,6 +514,12 @@ def test_settings_that_make_no_sense(cold: Path, tmp_path: Path, text: str) -> N
             "objective__correction__mode=mask",
         ),
         ("data__prompt_template={problem}? data__template=plain_boxed", "data__prompt_template=null"),
+        ("objective__kl__estimator=k2", "objective__kl__coef=0.1"),
+        ("objective__overlong__penalty=0.5", "objective__overlong__buffer_tokens=1"),
+        ("objective__divergence__max_shift=0.1", "objective__loss=divergence_tv"),
+        ("objective__loss=divergence_tv objective__clip_high=0.3", "objective__loss=clip"),
+        ("objective__function=examples.custom_loss:soft_gate objective__loss=gspo", "objective__function="),
+        ("observe__tracking__project=mine", "observe__trackers=[tensorboard]"),
     ],
 )
 def test_what_may_be_left_without_effect_is_said(cold: Path, tmp_path: Path, idle: str, read: str) -> None:

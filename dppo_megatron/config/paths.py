@@ -137,6 +137,9 @@ def check_set(key: str, path: str) -> None:
         part, known = name.removesuffix(".jsonl"), os.path.basename(folder)
         is_known = name.endswith(".jsonl") and known in KNOWN_SETS.get(part, ()) and not os.path.lexists(path)
         made = f"; `dppo-megatron data {known} --out {folder}` writes it" if is_known else ""
+        if not os.path.lexists(path) and (path.startswith("[") or "*" in path):
+            section = "data.eval_sets" if key.startswith("data.eval") else "data.train_sets"
+            made = f"; it is one path: name a directory of parts, or each of several files in {section}.NAME.path"
         raise UserError(f"{error}{made}") from None
 
 

@@ -42,7 +42,8 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
     if source is None:
         raise UserError(
             f"{settings.key}: the prompt needs a chat template (apply_chat_template or a named template), but the"
-            " model's tokenizer has none; use a plain one (template=plain_boxed), or add a chat_template.jinja"
+            " model's tokenizer has none; use a plain one (template=plain_boxed, without apply_chat_template; for rows"
+            f" of messages with problem_field={settings.problem_field}.0.content), or add a chat_template.jinja"
         )
     if _raises_to_powers(source):
         raise UserError(
@@ -116,7 +117,8 @@ def render(
             raise UserError(
                 f"{origin}: the problem is a list of messages, which needs the tokenizer's chat template; set"
                 f" {section_of(settings)}.apply_chat_template=true, or {section_of(settings)}.template to one that has"
-                " it (chat_boxed)"
+                f" it (chat_boxed). The text of the last turn alone: {section_of(settings)}.problem_field="
+                f"{settings.problem_field}.{len(problem) - 1}.content"
             )
     return texts
 

@@ -86,7 +86,9 @@ class EvalSample:
     def outcome(self) -> SampleOutcome:
         """The values from which scores are computed."""
         truncated = self.finish_reason == "length"
-        return SampleOutcome(self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens)
+        return SampleOutcome(
+            self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens, self.reward
+        )
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:

@@ -34,6 +34,8 @@ class SampleOutcome:
     unparsed: bool | None
     """Whether no final answer could be read; None: not reported, or grading failed."""
     tokens: int
+    reward: float | None = None
+    """None: grading failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class EvalScores:
     failed: int
     """Samples without a `correct`; they also count in truncated_share and completion_tokens_mean, and nowhere else."""
     completion_tokens_mean: float | None
+    reward_mean: float | None = None
+    """Of the problems' mean rewards: what a grader measures that seldom or never reaches `reward.correct_from`."""
     by_problem: tuple[float | None, ...] = ()
     """Share of correct samples of each problem, in the order of the set; None where every grading failed."""
 
@@ -82,6 +86,7 @@ class EvalScores:
             "truncated_share": self.truncated_share,
             "failed": float(self.failed),
             "completion_tokens_mean": self.completion_tokens_mean,
+            "reward_mean": self.reward_mean,
         }
         if self.unparsed_share is not None:
             values["unparsed_share"] = self.unparsed_share
@@ -92,12 +97,15 @@ class EvalScores:
         return {name: value for name, value in asdict(self).items() if name != "by_problem"}
 
     def line(self) -> str:
-        """For the log: `aime24 pass@1 43.3 % ± 5.9`, then pass@n, maj@n and failed gradings."""
+        """For the log: `aime24 pass@1 43.3 % ± 5.9`, then pass@n, maj@n, the mean reward if it is another
+        number, and failed gradings."""
         text = f"{self.name} pass@1 {percent(self.avg)}"
         if self.samples > 1:
             text += f", pass@{self.samples} {percent(self.pass_at[self.samples])}"
             if self.samples in self.maj_at:
                 text += f", maj@{self.samples} {percent(self.maj_at[self.samples])}"
+        if self.reward_mean is not None and self.reward_mean != self.avg.value:
+            text += f", reward {self.reward_mean:.3f}"
         if self.failed:
             text += f", {self.failed} gradings failed"
         return text
@@ -113,7 +121,10 @@ def percent(estimate: Estimate) -> str:
 def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutcome]) -> EvalScores:
     """The scores of a set with this many problems and samples per problem; `outcomes` in any order."""
     by_problem: dict[int, list[SampleOutcome]] = {}
+    rewards: dict[int, list[float]] = {}
     for outcome in outcomes:
+        if outcome.reward is not None:
+            rewards.setdefault(outcome.problem, []).append(outcome.reward)
         if outcome.correct is not None:
             by_problem.setdefault(outcome.problem, []).append(outcome)
     graded = [by_problem[problem] for problem in sorted(by_problem)]
@@ -140,6 +151,7 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
         unparsed_share=_share([one.unparsed for one in outcomes if one.unparsed is not None]),
         failed=sum(one.correct is None for one in outcomes),
         completion_tokens_mean=_share(one.tokens for one in outcomes),
+        reward_mean=mean(sum(rewards[one]) / len(rewards[one]) for one in sorted(rewards)).value,
         by_problem=tuple(
             _share(bool(one.correct) for one in by_problem.get(problem, ())) for problem in range(problems)
         ),

@@ -240,17 +240,18 @@ def rescore(path: Path, settings: Sequence[str], out: Path | None) -> list[str]:
 def table(scores: Sequence[EvalScores]) -> list[str]:
     """A table with one row per set, and a row for the mean over sets."""
     first = ["set", "problems", "samples", "pass@1", "95 % interval"]
-    rows = [[*first, "pass@n", "maj@n", "truncated", "unparsed", "failed", "tokens"]]
+    rows = [[*first, "pass@n", "maj@n", "truncated", "unparsed", "failed", "tokens", "reward"]]
     for one in scores:
         majority, tokens = one.maj_at.get(one.samples), one.completion_tokens_mean
         at_n = percent(one.pass_at[one.samples]) if one.samples > 1 else "-", percent(majority) if majority else "-"
         shares = _share(one.truncated_share), _share(one.unparsed_share)
-        counts = str(one.failed), "-" if tokens is None else f"{tokens:.0f}"
+        reward = "-" if one.reward_mean is None else f"{one.reward_mean:.3f}"
+        counts = str(one.failed), "-" if tokens is None else f"{tokens:.0f}", reward
         first = [one.name, str(one.problems), str(one.samples), percent(one.avg), _interval(one.avg)]
         rows.append([*first, *at_n, *shares, *counts])
     average = mean_over_sets(scores)
     if len(scores) > 1 and average.value is not None:
-        rows.append(["mean", "", "", percent(average), *[""] * 7])
+        rows.append(["mean", "", "", percent(average), *[""] * 8])
     return aligned(rows)
 
 

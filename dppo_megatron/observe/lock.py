@@ -57,9 +57,11 @@ class RunLock:
             if previous and self._is_alive(self._descriptor, previous, kernel_locks):
                 raise UserError(self._refusal(self._descriptor))
             self.took_over = _name(previous) if previous else self.took_over
-            self._mine = json.dumps(_describe_self()).encode()
+            self.text = json.dumps(_describe_self()).encode()
+            """What lock.json holds, different in every start."""
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, self._mine, 0)
+            os.pwrite(self._descriptor, self.text, 0)
+            os.fsync(self._descriptor)  # so that the job's other machines read it too
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -87,7 +89,7 @@ class RunLock:
 
     def _is_mine(self) -> bool:
         is_same_file = os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino
-        return is_same_file and os.pread(self._descriptor, 65536, 0) == self._mine
+        return is_same_file and os.pread(self._descriptor, 65536, 0) == self.text
 
     def _is_taken_anew(self) -> bool:
         """As `check` asks, through a new descriptor. On NFS the old one fails for ever if another machine has replaced
@@ -98,7 +100,7 @@ class RunLock:
             os.dup2(new, self._descriptor, inheritable=False)  # the heartbeat's thread uses the same number
             os.close(new)
             self._lock_again()  # closing any descriptor has ended the lock
-            return os.pread(self._descriptor, 65536, 0) != self._mine
+            return os.pread(self._descriptor, 65536, 0) != self.text
         return False
 
     def _lock_again(self) -> None:

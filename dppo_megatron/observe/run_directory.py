@@ -1,4 +1,4 @@
-"""A run's directory while the run is active: its id, its lock and its logs. Used on rank 0, but for `sees_run`.
+"""A run's directory while the run is active: its id, its lock and its logs. Used on rank 0, but for `sees_lock`.
 
 Whatever could stop a run at the start (no permission, a file in the way, another trainer, another run's directory) is
 checked here, before a model is built. A full disk later loses no log line: lines wait until they can be written.
@@ -60,6 +60,7 @@ class RunDirectory:
         with as_user_error(path):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(path)
+            self.lock_text = self._lock.text
             try:
                 # after the lock is taken: while we waited for it, another trainer may have begun a run here
                 self._was_empty = all(entry.name == LOCK for entry in path.iterdir())
@@ -214,13 +215,17 @@ def read_identity(path: Path) -> str:
     )
 
 
-def sees_run(path: Path, run: str) -> bool:
-    """Whether this rank sees the directory that rank 0 has begun for `run`. If not, each machine would keep its part of
-    every checkpoint, and rank 0 would take its own part for complete."""
-    for wait_s in (0, 1, 2, 4, 8, 16, 32):  # a machine may remember for a minute that a name was not on the file server
+def sees_lock(path: Path, lock: bytes) -> bool:
+    """Whether this rank sees the directory `path` with rank 0's lock.json of this start. Else each machine would keep
+    its own part of a checkpoint, which rank 0 would take for complete. Not for rank 0, whose lock it would end."""
+    for wait_s in (0, 1, 2, 4, 8, 16, 32):  # NFS answers from memory for up to a minute
         time.sleep(wait_s)
-        with suppress(OSError, UserError):
-            if read_identity(path) == run:
+        with suppress(OSError):
+            path.mkdir(parents=True)  # asks the server even if this machine remembers that the directory is missing
+            path.rmdir()
+            return False
+        with suppress(OSError):
+            if (path / LOCK).read_bytes() == lock:
                 return True
     return False
 

@@ -48,13 +48,16 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
             mine, looks_at = [((one.index, one.position), one.sampled) for one in found], ()
         except RunAborted as error:  # the next step ends the run
             failures.append(str(error))
-        if each := to_rank_zero(mine):
-            one = packed(work, [*chain.from_iterable(each)])
-            if (size := sum(one[name].nbytes for name in ("tokens", "logprobs", "experts"))) <= MOST_BYTES:
-                state[work.order] = one
-            else:
-                log(f"rollout: step {work.order}: not in the checkpoint, as it takes {size / 1e9:.1f} GB")
+        # asked first: rank 0 would need several times what it is sent
+        if (size := sum(gather_all([sum(_bytes_of(one) for _, one in mine)]))) > MOST_BYTES:
+            log(f"rollout: step {work.order}: not in the checkpoint, as it takes {size / 1e9:.1f} GB")
+        elif each := to_rank_zero(mine):
+            state[work.order] = packed(work, [*chain.from_iterable(each)])
     return {} if gather_all(failures) else state
+
+
+def _bytes_of(one: Sampled) -> int:
+    return one.token_ids.nbytes + one.logprobs.nbytes + (0 if one.experts is None else one.experts.nbytes)
 
 
 def packed(work: Work, found: Sequence[Found]) -> dict[str, Any]:

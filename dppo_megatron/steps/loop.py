@@ -319,6 +319,7 @@ class Loop:
         if half_norm is not None:
             self._coordinator.probe(measured.grad_norm, half_norm)
         step.measured.append(measured)
+        update.samples = {}  # else the caller's last update keeps them through the next step's exchange
         metrics |= step.update_metrics()
         metrics |= {f"pack/{name}": value for name, value in update.plan.pack.metrics.items()}
         step.reach("updated")

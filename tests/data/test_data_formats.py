@@ -274,7 +274,8 @@ def test_what_is_no_problem_is_refused(tmp_path: Path) -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\]' must be .*prompts are text only"),
         (
             [{"role": "user", "content": "x"}],
-            r"needs the tokenizer.s chat template; set data.train_sets.s.apply_chat_template=true",
+            r"needs the tokenizer.s chat template; set data.train_sets.s.apply_chat_template=true,.* The text of the"
+            r" last turn alone: data.train_sets.s.problem_field=problem\.0\.content$",
         ),
     ):
         (tmp_path / "p.jsonl").write_text(json.dumps({"problem": problem, "answer": "1"}) + "\n")

@@ -243,7 +243,8 @@ def test_a_message_has_nothing_else_to_say(tmp_path: Path) -> None:
 
 def test_a_template_that_cannot_work_is_said(tmp_path: Path) -> None:
     """No chat template, one that never reads a setting, one that refuses the row: a sentence, never a traceback."""
-    with pytest.raises(UserError, match=r"tokenizer has none; use a plain one"):
+    plain = r"use a plain one \(template=plain_boxed, .* of messages with problem_field=problem\.0\.content\)"
+    with pytest.raises(UserError, match=rf"tokenizer has none; {plain}"):
         first_prompt(tmp_path, tokenizer=chat_tokenizer(chat_template=None), template="qwen3_think")
     advice = r"data.train_sets.s.chat_template_kwargs=\{\}, as the template chat_boxed does"
     with pytest.raises(

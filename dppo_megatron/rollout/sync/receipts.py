@@ -92,7 +92,7 @@ class Digests:
         self._digests: dict[str, Future[tuple[str, ...]]] = {}
         self._waiting: deque[tuple[int, Future[tuple[str, ...]]]] = deque()
         self._waiting_bytes = 0
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="digests")
+        self._threads = ThreadPoolExecutor(max(2, torch.get_num_threads()), thread_name_prefix="digests")
         self._quantized = torch.empty(0)
         """The last FP8 weight, kept until its scales follow."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dppo_megatron.config.checks import Purpose, check_world_size
 from dppo_megatron.config.load import load_config, read_config
+from dppo_megatron.config.notes import server_notes
 from dppo_megatron.config.paths import check_writable, shipped, shown, with_paths
 from dppo_megatron.config.schema import Config
 from dppo_megatron.launcher_env import launched_here, launched_world_size
@@ -133,7 +134,8 @@ def execute(arguments: argparse.Namespace) -> int:
         machine, notes = _assumed_machine(config, arguments.gpu)
     if not arguments.dry_run:
         notes += check_actor_settings(config, site.gpus, machine, runs_here=False)
-        check_settings(config, architecture, site.gpus, machine)
+        notes += check_settings(config, architecture, site.gpus, machine)
+    notes += server_notes(config.rollout, site.ranks_per_node)
     config, layers = _with_layers_of(machine, config, architecture)
     plan = make_plan(
         config,
