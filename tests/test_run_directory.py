@@ -180,7 +180,7 @@ def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path
     """Each would write its own ranks' part of every checkpoint, which rank 0 would publish as complete. A copy of the
     directory is not the directory. A machine that sees rank 0's half a minute late, as by NFS, is waited for."""
     apart, copied, late = ([tmp_path / f"{name}{rank}" for rank in (0, 1)] for name in ("apart", "copied", "late"))
-    shutil.copytree(_begun(copied[0] / "run"), copied[1] / "run")
+    shutil.copytree(_ended(copied[0] / "run"), copied[1] / "run")
     (late[1] / "run").mkdir(parents=True)
     for places in (apart, copied):
         where = f"{socket.gethostname()}:{places[1] / 'run'}"
@@ -189,7 +189,7 @@ def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path
     assert run_ranks(_start, 2, files, late, True) == ["started after 0 s", "started after 31 s"]
 
 
-def _begun(path: Path) -> Path:
+def _ended(path: Path) -> Path:
     """A directory in which a run has begun and ended."""
     RunDirectory(path).close()
     return path
