@@ -180,7 +180,7 @@ def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path
     """Each would write its own ranks' part of every checkpoint, which rank 0 would publish as complete. A copy of the
     directory is not the directory. A machine that sees rank 0's half a minute late, as by NFS, is waited for."""
     apart, copied, late = ([tmp_path / f"{name}{rank}" for rank in (0, 1)] for name in ("apart", "copied", "late"))
-    shutil.copytree(_begun(copied[0] / "run"), copied[1] / "run")
+    shutil.copytree(_ended(copied[0] / "run"), copied[1] / "run")
     (late[1] / "run").mkdir(parents=True)
     for places in (apart, copied):
         where = f"{socket.gethostname()}:{places[1] / 'run'}"
@@ -189,7 +189,7 @@ def test_machines_without_a_common_file_system_are_told_at_the_start(files: Path
     assert run_ranks(_start, 2, files, late, True) == ["started after 0 s", "started after 31 s"]
 
 
-def _begun(path: Path) -> Path:
+def _ended(path: Path) -> Path:
     """A directory in which a run has begun and ended."""
     RunDirectory(path).close()
     return path
@@ -258,8 +258,13 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     assert rewind(tmp_path / "metrics.jsonl", 3, seen["sums"])[0] == []
 
 
-def test_a_line_waits_too_where_a_full_quota_is_reported_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of NFS takes a write into memory; when the server has no room for it, it drops it, and fsync says so."""
+@pytest.mark.parametrize("every_s", [0.0, 1e9])
+@pytest.mark.parametrize("notices", ["write", "sync"])
+def test_lines_wait_too_where_a_full_quota_is_reported_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notices: str, every_s: float
+) -> None:
+    """A client of NFS takes a write into memory; when the server has no room for it, it drops it, and fsync says so:
+    of the line itself, or of all lines since the last that was forced to the disk."""
     path, at_the_server = tmp_path / "metrics.jsonl", {"size": 0, "is_full": False}
 
     def fsync(descriptor: int) -> None:
@@ -269,18 +274,50 @@ def test_a_line_waits_too_where_a_full_quota_is_reported_late(tmp_path: Path, mo
         at_the_server["size"] = os.fstat(descriptor).st_size
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(json_lines, "_FORCED_EVERY_S", 0.0)
+    monkeypatch.setattr(json_lines, "_FORCED_EVERY_S", every_s)
     lines = JsonLines(path)
     lines.write({"step": 1})
     at_the_server["is_full"] = True
-    for _ in range(2):
-        with pytest.raises(OSError, match="quota"):
-            lines.write({"step": len(lines.waiting) + 2})
+    for step in (2, 3):
+        with pytest.raises(OSError, match="quota") if not every_s else contextlib.nullcontext():
+            lines.write({"step": step})
+    monkeypatch.setattr(json_lines, "_FORCED_EVERY_S", 0.0)
+    with pytest.raises(OSError, match="quota"):
+        lines.write({"step": 4}) if notices == "write" else lines.sync()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
     at_the_server["is_full"] = False
-    lines.write({"step": 4})
+    lines.write({"step": 5})
     lines.close()
-    assert rewind(path, 4, lines.sums) == ([], lines.sums)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+    assert rewind(path, 5, lines.sums) == ([], lines.sums)
+    expected = [1, 2, 3, 4, 5] if notices == "write" else [1, 2, 3, 5]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_lines_that_were_not_forced_before_a_failover(tmp_path: Path, arrived: bool) -> None:
+    """A client of NFS drops what it had not yet sent when the file becomes stale; each line is there once."""
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(4):
+        lines.write({"step": step})
+    os.dup2(gone := os.memfd_create("stale"), lines._file.fileno())
+    os.close(gone)
+    if not arrived:
+        os.truncate(path, len(b'{"step": 0}\n'))
+    lines.write({"step": 4})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+
+
+def test_a_record_whose_last_bytes_find_no_room_keeps_no_lock(tmp_path: Path) -> None:
+    """NFS may say so only when the file is closed."""
+    said, files = logged_lines(), RunDirectory(tmp_path)
+    files.open_record(Config(), {"format": "x"}, None, {})
+    for step in (1, 2):
+        files.write("metrics.jsonl", {"step": step})
+    os.close(files._lines["metrics.jsonl"]._file.fileno())
+    files.close()
+    assert not (tmp_path / "lock.json").exists()
+    assert "metrics.jsonl ends 1 lines early" in said[-1] and "Bad file descriptor" in said[-1]
 
 
 def test_a_line_that_waits_does_not_go_into_another_trainers_record(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,9 @@ def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
     if taken:
         with pytest.raises(UserError, match="was replaced while this trainer ran"):
             lock.check()
+        monkeypatch.undo()
         lock.release()
+        assert json.loads(path.read_text())["host"] == "third"
         return
     lock.check()
     monkeypatch.undo()
@@ -165,6 +168,43 @@ def test_a_descriptor_that_nfs_has_given_up_hides_no_other_trainer(
     assert not os.get_inheritable(_descriptor(path))
     with holding(lambda: _refused(tmp_path)):
         lock.release()
+
+
+def test_a_lock_that_another_trainer_tries_meanwhile_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another machine waits for a heartbeat while the descriptor is replaced, sees it and ends."""
+    lock = RunLock(tmp_path)
+
+    def fails(number: int) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fails(errno.EIO))
+        patch.setattr(fcntl, "lockf", fails(errno.EAGAIN))
+        lock.check()
+    lock.check()
+    with holding(lambda: _refused(tmp_path)):
+        lock.release()
+
+
+def test_a_trainer_that_has_been_taken_over_from_for_a_while_stops_too(tmp_path: Path) -> None:
+    """The other one has ended and released the lock. A directory that is gone is a file system that is not mounted."""
+    (directory := tmp_path / "run").mkdir()
+    lock = RunLock(directory)
+    (directory / "lock.json").rename(aside := tmp_path / "lock.json")
+    with pytest.raises(UserError, match="was removed while this trainer ran"):
+        lock.check()
+    directory.rename(tmp_path / "not mounted")
+    lock.check()
+    (tmp_path / "not mounted").rename(directory)
+    aside.rename(directory / "lock.json")
+    lock.check()
+    lock.release()
+    assert not (directory / "lock.json").exists()
 
 
 def _refused(directory: Path) -> None:

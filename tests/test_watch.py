@@ -445,6 +445,28 @@ def test_a_file_server_that_fails_over_ends_no_follower(tmp_path: Path, monkeypa
     assert left() == [2]
 
 
+@pytest.mark.parametrize("closed", ["checkpoints", "."])
+def test_who_may_not_look_into_a_run_does_not_follow_it_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """That does not pass, as what a file server says while it fails over."""
+    run = _running(write_record(tmp_path / "run", 5))
+    (run / "checkpoints").mkdir()
+    follower = SimpleNamespace(_root=run / "checkpoints", _is_done=lambda _: False, _is_complete=lambda _: True)
+    looks = {
+        "checkpoints": lambda: follow_module._Follower.left(cast(Any, follower)),
+        ".": lambda: run_record.run_status(run, [0.0, 0.0]),
+    }
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for call in ("stat", "listdir", "scandir"):
+        monkeypatch.setattr(os, call, denied)
+    with pytest.raises(PermissionError):
+        looks[closed]()
+
+
 def test_control_c_is_no_fault(tmp_path: Path) -> None:
     with _Terminal(_running(write_record(tmp_path / "run", 5))) as terminal:
         terminal.wait_for("step 5 of 5")

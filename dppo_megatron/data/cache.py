@@ -210,7 +210,7 @@ class PromptCache:
             if _files_of(self._source) != self._files:
                 raise ValueError("the set has changed while it was read")
             self._remove_unused()
-            with suppress(FileExistsError), replacing(self.path, mode=0o600, durable=True) as file:
+            with suppress(FileExistsError), replacing(self.path, mode=0o600) as file:
                 with pa.ipc.new_file(file, schema) as writer:
                     for first in range(0, len(prompts), _ROWS_PER_BATCH):
                         part = prompts[first : first + _ROWS_PER_BATCH]
@@ -221,6 +221,8 @@ class PromptCache:
                 with open(f"/proc/self/fd/{file.fileno()}", "rb") as written:
                     checksum = _checksum(written, file.tell())
                 file.write(checksum)
+                file.flush()
+                os.fsync(file.fileno())  # now: what takes long must not lie between the look and the new name
                 if self.read(0):  # without locks another machine was faster; NFS would kill its ranks, which map that
                     raise FileExistsError
             return f"its prompts are kept in {self.path} ({self.path.stat().st_size / 1e6:,.0f} MB), for later starts"

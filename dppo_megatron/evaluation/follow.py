@@ -110,6 +110,8 @@ class _Follower:
         """(step, path) of the complete checkpoints that are not evaluated yet, by step."""
         try:
             found = [(step, path) for step, path in named(self._root) if not self._is_done(step)]
+        except PermissionError:
+            raise
         except OSError:
             return []  # a file server that fails over; it is looked at again
         return [(step, path) for step, path in found if self._is_complete(path)]

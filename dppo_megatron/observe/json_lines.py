@@ -56,7 +56,9 @@ class JsonLines:
         self._file = append_to(path)
         self.waiting: list[bytes] = []
         """Lines that have not been written yet."""
-        self._forced_at = -math.inf
+        self._unforced: list[bytes] = []
+        """Lines at the end of the file that may not be on the disk yet."""
+        self._forced_at, self._forced_size = -math.inf, os.fstat(self._file.fileno()).st_size
         self._has_dropped = False
         self.sums = dict(sums or {})
         """CRC-32 of every line that has a step, written or waiting."""
@@ -92,22 +94,36 @@ class JsonLines:
             try:
                 while rest:
                     rest = rest[self._file.write(rest) :]
-                if time.monotonic() - self._forced_at >= _FORCED_EVERY_S:
-                    os.fsync(self._file.fileno())  # NFS reports a full disk or quota only here, and drops the line
-                    self._forced_at = time.monotonic()
             except OSError:
                 self._file.truncate(end)
                 raise
-            last_size = len(self.waiting.pop(0))
+            last_size = len(self.waiting[0])
+            self._unforced.append(self.waiting.pop(0))
+            if time.monotonic() - self._forced_at >= _FORCED_EVERY_S:
+                self._force()
         return last_size
+
+    def _force(self) -> None:
+        """Force the lines to the disk. NFS reports a full disk or quota only here, and has dropped them: they wait."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            self.waiting[:0], self._unforced = self._unforced, []
+            self._file.truncate(min(self._forced_size, os.fstat(self._file.fileno()).st_size))
+            raise
+        self._unforced = []
+        self._forced_at, self._forced_size = time.monotonic(), os.fstat(self._file.fileno()).st_size
 
     def _reopen(self) -> None:
         before, self._file = self._file, append_to(self._path)
         with contextlib.suppress(OSError):
             before.close()
-        size = self._file.seek(0, os.SEEK_END)
+        size, unforced = self._file.seek(0, os.SEEK_END), b"".join(self._unforced)
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":  # half a line, which could not be removed
-            self._file.write(b"\n")
+            size += self._file.write(b"\n")
+        self._forced_size = max(0, size - len(unforced))
+        if os.pread(self._file.fileno(), len(unforced), self._forced_size) != unforced:  # dropped with the descriptor
+            self.waiting[:0], self._unforced, self._forced_size = self._unforced, [], size
 
     def _bound(self, last_size: int) -> list[str]:
         """Drop the older half if the file is too large. `last_size`: bytes of the last line; 0: none was written."""
@@ -137,16 +153,22 @@ class JsonLines:
         with replacing(self._path, durable=True) as file:
             file.write(head)
             shutil.copyfileobj(self._file, file, _BLOCK)
+        self._unforced = []
         self._reopen()
 
     def sync(self) -> list[str]:
         """As `flush`, and force everything onto the disk. Raises OSError if that fails."""
         lines = self.flush()
-        os.fsync(self._file.fileno())
+        self._force()
         return lines
 
     def close(self) -> None:
-        self._file.close()
+        """After an OSError the lines that may be lost wait."""
+        try:
+            self._file.close()
+        except OSError:
+            self.waiting[:0] = self._unforced
+            raise
 
 
 class _Line(msgspec.Struct):

@@ -6,8 +6,8 @@ lock of a machine that has vanished (NFSv3 until that machine is back, NFSv4 for
 is removed and created anew, but only after another half minute: the lock may belong to a trainer that is waiting for
 the same dead holder.
 
-POSIX record locks end as soon as the process closes any descriptor of the file, so this process never opens lock.json
-a second time and reads it through the one descriptor.
+POSIX record locks end as soon as the process closes any descriptor of the file, so this process reads lock.json through
+the one descriptor. It opens the file a second time only if that one fails, and then locks it anew.
 """
 
 from __future__ import annotations
@@ -65,22 +65,31 @@ class RunLock:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._is_lock_lost = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, args=(heartbeat_s,), name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
         """Raise UserError if the lock is no longer this process's: lock.json was removed or replaced."""
+        how = "replaced"
         try:
-            is_another_file = os.stat(self._path).st_ino != os.fstat(self._descriptor).st_ino
-            is_taken = is_another_file or os.pread(self._descriptor, 65536, 0) != self.text
+            is_taken = not self._is_mine()
+        except FileNotFoundError:  # another trainer may even have ended; without the directory, nothing is mounted here
+            is_taken, how = os.path.isdir(self._path.parent), "removed"
         except OSError:
             is_taken = self._is_taken_anew()
+        if self._is_lock_lost:
+            self._lock_again()
         if is_taken:
             raise UserError(
-                f"{self._path} was replaced while this trainer ran: another one may have begun to write to"
+                f"{self._path} was {how} while this trainer ran: another one may have begun to write to"
                 f" '{self._path.parent}', so this one stops. Its checkpoints stay as they are"
             )
+
+    def _is_mine(self) -> bool:
+        is_same_file = os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino
+        return is_same_file and os.pread(self._descriptor, 65536, 0) == self.text
 
     def _is_taken_anew(self) -> bool:
         """As `check` asks, through a new descriptor. On NFS the old one fails for ever if another machine has replaced
@@ -90,10 +99,16 @@ class RunLock:
             new = open_own(self._path, os.O_RDWR)
             os.dup2(new, self._descriptor, inheritable=False)  # the heartbeat's thread uses the same number
             os.close(new)
-            with contextlib.suppress(OSError):
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing any descriptor ends the lock
+            self._lock_again()  # closing any descriptor has ended the lock
             return os.pread(self._descriptor, 65536, 0) != self.text
         return False
+
+    def _lock_again(self) -> None:
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._is_lock_lost = False
+        except OSError:  # another trainer may have it until it sees a heartbeat of this one
+            self._is_lock_lost = True
 
     def release(self) -> None:
         if self._done.is_set():
@@ -101,7 +116,7 @@ class RunLock:
         self._done.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            if os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino:
+            if self._is_mine():
                 self._path.unlink()
         os.close(self._descriptor)
 

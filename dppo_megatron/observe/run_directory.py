@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,12 @@ class RunDirectory:
         """Write the waiting lines, or log a warning with the number that could not be written; release the lock."""
         for name, lines in self._lines.items():
             try:
-                if lines.waiting:
-                    self.check()  # else they would go into the record of another trainer
-                    log(*lines.flush())
+                with closing(lines):
+                    if lines.waiting:
+                        self.check()  # else they would go into the record of another trainer
+                        log(*lines.flush())
             except (OSError, UserError) as error:
                 log(f"warning: {self._path / name} ends {len(lines.waiting)} lines early ({error})")
-            lines.close()
         self._lines = {}
         self._lock.release()
 

@@ -316,7 +316,10 @@ def test_a_set_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeyp
     assert not list(folder.glob("*.arrow"))
 
 
-def test_a_file_that_another_machine_maps_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("while_it", ["is read", "is forced to the disk"])
+def test_a_file_that_another_machine_maps_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it: str
+) -> None:
     """Without common locks two machines read the set at the same time. The pages of a replaced file are gone on NFS: a
     rank that touches one is killed."""
     config, folder = _plain(tmp_path), tmp_path / "cache"
@@ -325,15 +328,26 @@ def test_a_file_that_another_machine_maps_is_not_replaced(tmp_path: Path, monkey
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    def read(path: str, *more: str) -> Any:
-        if path.endswith("train.jsonl") and not faster:
+    def other_machine() -> None:
+        if not faster:
             faster.append(({}, 0))
-            faster[0] = _load(config, folder), _file(folder).stat().st_ino
+            with monkeypatch.context() as itself:
+                itself.setattr(os, "getpid", lambda: 0)
+                faster[0] = _load(config, folder), _file(folder).stat().st_ino
+
+    def read(path: str, *more: str) -> Any:
+        if path.endswith("train.jsonl") and while_it == "is read":
+            other_machine()
         return read_rows(path, *more)
+
+    def fsync(descriptor: int) -> None:
+        other_machine()
+        os.fdatasync(descriptor)
 
     with monkeypatch.context() as context:
         context.setattr(cache.fcntl, "flock", no_locks)
         context.setattr(sets, "read_rows", read)
+        context.setattr(os, "fsync", fsync)
         found = _load(config, folder)
     assert _seen(found, config) == _seen(faster[0][0], config) == wanted
     assert _is_mapped(found, folder) and _file(folder).stat().st_ino == faster[0][1]

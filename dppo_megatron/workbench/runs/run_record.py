@@ -243,6 +243,8 @@ def run_status(path: Path, seen: list[float] | None = None) -> str:
         beat = (path / LOCK).stat().st_mtime
     except FileNotFoundError:
         return "finished" if (path / "summary.json").exists() else "stopped"
+    except PermissionError:
+        raise
     except OSError:
         return "running"  # a file server that fails over says nothing about the run
     if seen[:1] != [beat]:
