@@ -71,6 +71,13 @@ def test_settings_of_servers_that_the_embedded_engine_has_not() -> None:
     assert [line.split(" has no effect while ")[1] for line in said] == ["rollout.engine = hf"] * 2
 
 
+def test_a_number_of_drafts_without_drafts() -> None:
+    settings = [*COLOCATED, "rollout.speculation.draft_tokens=8"]
+    (line,) = effect_notes(read_config("", settings))
+    assert line == "rollout.speculation.draft_tokens = 8 has no effect while rollout.speculation.method = none"
+    assert effect_notes(read_config("", [*settings, "rollout.speculation.method=suffix"])) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [

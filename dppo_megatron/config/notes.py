@@ -43,6 +43,7 @@ def _unused(config: Config) -> dict[str, tuple[Sequence[str], bool]]:
         ),
         f"actor.recompute = {actor.recompute}": (["actor.recompute_modules"], actor.recompute != "selective"),
         "rollout.engine = hf": (["rollout.servers."], rollout.engine == "hf"),
+        "rollout.speculation.method = none": (["rollout.speculation."], rollout.speculation.method == "none"),
         "rollout.servers.endpoints names running servers": (
             [f"rollout.servers.{name}" for name in ("python", "count", "gpus")],
             bool(rollout.servers.endpoints),
