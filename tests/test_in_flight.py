@@ -358,7 +358,9 @@ def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch
     """Every rank reads the file: the step after it is kept all the same. Nor are its tokens brought to rank 0: with 48
     layers' experts a step of 8,192 answers has 20 GB of them."""
     logged, sent = logged_lines(), list[int]()
-    small, large = (Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 9))
+    small, eight, large = (
+        Sampled(np.ones(n, np.int32), np.zeros(n, np.float32), "stop", (("r.1", 0, n),)) for n in (1, 8, 9)
+    )
     works = [replace(work_of(groups(1)), order=order, number=order) for order in (4, 5)]
 
     def take(rollout: int, looks_at: tuple[int, ...]) -> list[Arrived]:
@@ -373,6 +375,8 @@ def test_a_rollout_of_too_many_bytes_is_not_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("dppo_megatron.rollout.in_flight.MOST_BYTES", 64)
     assert sorted(collected(works, take)) == [5] and sent == [9, 1, 1]
     assert any("step 4: not in the checkpoint" in line for line in logged)
+    works[1].kept[0, 1] = eight  # of an earlier checkpoint: not asked for yet, so that no client has it
+    assert collected(works[1:], take) == {} and any("step 5: not in the checkpoint" in line for line in logged)
 
 
 class _TakesTwo:

@@ -22,7 +22,9 @@ def args(*words: str) -> str:
         ([], 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),
         ([args("--tensor-parallel-size", "2")], 2, ["0,1", "2,3", "4,5", "6,7"]),
         (["rollout.servers.gpus=['0,1,2,3']", args("-tp", "4")], 4, ["0,1,2,3", "4,5,6,7"]),
-        ([args("--data-parallel-size", "3")], 3, ["0,1,2", "3,4,5"]),
+        ([args("--data-parallel-size", "3")], 3, ["0,1,2", "3,4,5"]),  # of eight GPUs two servers of three take six
+        (["rollout.servers.count=8"], 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),  # all start on the first GPU
+        (["rollout.servers.gpus=['0,1,2,3']", args("-tp", "2", "-pcp", "2")], 4, ["0,1,2,3", "4,5,6,7"]),
     ],
 )
 def test_colocated_servers_that_leave_gpus_idle_are_named(
@@ -32,13 +34,13 @@ def test_colocated_servers_that_leave_gpus_idle_are_named(
     accepted, and is enough."""
     (line,) = server_notes(read_config("", [*COLOCATED, *settings]).rollout, 8)
     assert f"generate on {used} of a machine's 8 GPUs" in line
-    count, gpus = line.split(" on all with ")[1].split(" ", 1)
+    of_all = sum(len(entry.split(",")) for entry in all_of_them)
+    count, gpus = line.split(f" on {of_all} with ")[1].split(" ", 1)
     assert count == f"rollout.servers.count={len(all_of_them)}"
     assert gpus.removeprefix("rollout.servers.gpus=").strip("'") == str(all_of_them).replace("'", '"')
     followed = read_config("", [*COLOCATED, *settings, count, gpus.replace("gpus='", "gpus=").removesuffix("'")])
     check_rollout(followed.rollout)
-    if used != 3:  # of eight GPUs two servers of three take six
-        assert server_notes(followed.rollout, 8) == []
+    assert server_notes(followed.rollout, 8) == []
 
 
 def test_servers_on_all_gpus_or_elsewhere_need_no_line() -> None:
@@ -51,6 +53,8 @@ def test_servers_on_all_gpus_or_elsewhere_need_no_line() -> None:
         ["rollout.engine=vllm", "rollout.servers.endpoints=[http://127.0.0.1:1]"],
         [*COLOCATED, *full],
         [*LAUNCHED, "rollout.servers.gpus=['6']"],
+        [*COLOCATED, args("-tp", "16")],
+        [args("-tp", "none")],  # nobody reads it
     ):
         assert server_notes(read_config("", settings).rollout, 8) == []
 
@@ -67,6 +71,13 @@ def test_settings_of_servers_that_the_embedded_engine_has_not() -> None:
     assert [line.split(" has no effect while ")[1] for line in said] == ["rollout.engine = hf"] * 2
 
 
+def test_a_number_of_drafts_without_drafts() -> None:
+    settings = [*COLOCATED, "rollout.speculation.draft_tokens=8"]
+    (line,) = effect_notes(read_config("", settings))
+    assert line == "rollout.speculation.draft_tokens = 8 has no effect while rollout.speculation.method = none"
+    assert effect_notes(read_config("", [*settings, "rollout.speculation.method=suffix"])) == []
+
+
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [
@@ -75,6 +86,10 @@ def test_settings_of_servers_that_the_embedded_engine_has_not() -> None:
         ([], False),  # on policy the ratio is 1
         (["objective.updates_per_step=4", "objective.clip_low=3e-4", "objective.clip_high=4e-4"], False),
         (["objective.updates_per_step=4", "objective.loss=clip"], False),
+        # the ratio is to the actor itself, before the step's only update: 1 whichever weights sampled
+        (["rollout.async_steps=1", "objective.correction.level=token"], False),
+        (["rollout.async_steps=1", "objective.old_logprobs=recompute"], False),
+        (["rollout.async_steps=1", "objective.correction.level=token", "objective.updates_per_step=2"], True),
     ],
 )
 def test_gspo_with_the_bounds_of_tokens(settings: list[str], is_warned: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.load import config_values
+from dppo_megatron.config.objective import needs_old_logprobs, old_is_current
 from dppo_megatron.config.resolved_sets import TEMPLATES, Template
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.config.schema import Config
@@ -42,6 +43,7 @@ def _unused(config: Config) -> dict[str, tuple[Sequence[str], bool]]:
         ),
         f"actor.recompute = {actor.recompute}": (["actor.recompute_modules"], actor.recompute != "selective"),
         "rollout.engine = hf": (["rollout.servers."], rollout.engine == "hf"),
+        "rollout.speculation.method = none": (["rollout.speculation."], rollout.speculation.method == "none"),
         "rollout.servers.endpoints names running servers": (
             [f"rollout.servers.{name}" for name in ("python", "count", "gpus")],
             bool(rollout.servers.endpoints),
@@ -77,7 +79,8 @@ def _template_notes(data: DataConfig) -> list[str]:
 def gspo_note(config: Config) -> list[str]:
     """A warning if `loss=gspo` has the bounds of a token's ratio, at which it clips nothing."""
     objective = config.objective
-    is_off_policy = objective.updates_per_step > 1 or config.rollout.async_steps > 0
+    starts_at_one = not config.rollout.async_steps or old_is_current(objective) or needs_old_logprobs(objective)
+    is_off_policy = objective.updates_per_step > 1 or not starts_at_one
     is_wide = max(objective.clip_low, objective.clip_high) >= _WIDE_FOR_GSPO
     if objective.loss != "gspo" or objective.function or not (is_off_policy and is_wide):
         return []
@@ -102,7 +105,7 @@ def warmup_note(config: Config) -> list[str]:
 def server_notes(rollout: RolloutConfig, ranks_here: int) -> list[str]:
     """A warning if servers that the trainer starts leave most GPUs of a machine idle while they generate, or start on
     one that trains. `ranks_here`: of the trainer on a machine, a GPU each."""
-    servers, of_one = rollout.servers, read_split(rollout.servers.args).gpus
+    servers = rollout.servers
     if servers.launch != "local" or (servers.gpus and not servers.colocate):
         return []
     if not servers.colocate:
@@ -110,11 +113,13 @@ def server_notes(rollout: RolloutConfig, ranks_here: int) -> list[str]:
             "warning: rollout.servers.gpus is empty: servers start on a machine's first GPU, where a rank trains; give"
             " them others, or let them sleep during updates with rollout.servers.colocate=true"
         ]
-    used = sum(len(entry.split(",")) for entry in servers.gpus) or servers.count * of_one
-    if used >= ranks_here or of_one > ranks_here:
+    given = [len(entry.split(",")) for entry in servers.gpus]
+    of_one = given[0] if given else read_split(servers.args).gpus
+    used, most = sum(given) or of_one, ranks_here // of_one * of_one  # without `gpus` all start on the same ones
+    if used >= most:
         return []
-    groups = [",".join(map(str, range(one, one + of_one))) for one in range(0, ranks_here - of_one + 1, of_one)]
+    groups = [",".join(map(str, range(one, one + of_one))) for one in range(0, most, of_one)]
     return [
-        f"warning: servers generate on {used} of a machine's {ranks_here} GPUs, and the others wait; on all with"
+        f"warning: servers generate on {used} of a machine's {ranks_here} GPUs, and the others wait; on {most} with"
         f" rollout.servers.count={len(groups)} rollout.servers.gpus='{json.dumps(groups)}'"
     ]

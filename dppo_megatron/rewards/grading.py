@@ -215,11 +215,12 @@ def _named(key: str, function: str, name: str = "", weight: float = 1.0) -> Name
         names = ", ".join(sorted(BUILT_IN))
         raise UserError(f"{key} = '{function}': expected a built-in grader ({names}) or module:function")
     if module.endswith(".py"):
-        folder, _, name = module[:-3].removeprefix("./").rpartition("/")
-        if module.startswith(("/", "~", "../")):
+        file = module[:-3].removeprefix("./")
+        folder, _, name = file.rpartition("/")
+        if file.startswith(("/", "~", "../")):
             where = f", with {folder or '/'} on PYTHONPATH"
         else:
-            name, where = f"{folder}/{name}".strip("/").replace("/", "."), ""
+            name, where = file.replace("/", "."), ""
         raise UserError(
             f"{key} = '{function}': a module is named without .py, as it is imported: {name}:{attribute}{where}"
         )

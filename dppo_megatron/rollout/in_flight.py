@@ -49,10 +49,13 @@ def collected(works: Sequence[Work], take: Callable[..., Iterable[Arrived]] | No
         except RunAborted as error:  # the next step ends the run
             failures.append(str(error))
         # asked first: rank 0 would need several times what it is sent
-        if (size := sum(gather_all([sum(_bytes_of(one) for _, one in mine)]))) > MOST_BYTES:
+        size = sum(gather_all([sum(_bytes_of(one) for _, one in mine)]))
+        if size <= MOST_BYTES and (each := to_rank_zero(mine)):
+            one = packed(work, [*chain.from_iterable(each)])
+            size = sum(one[name].nbytes for name in ("tokens", "logprobs", "experts"))  # with what was kept before
+            state |= {work.order: one} if size <= MOST_BYTES else {}
+        if size > MOST_BYTES:
             log(f"rollout: step {work.order}: not in the checkpoint, as it takes {size / 1e9:.1f} GB")
-        elif each := to_rank_zero(mine):
-            state[work.order] = packed(work, [*chain.from_iterable(each)])
     return {} if gather_all(failures) else state
 
 

@@ -200,6 +200,8 @@ def test_a_file_is_no_module() -> None:
         make_grader(RewardConfig(function="./lib/graders.py:grade"))
     with pytest.raises(UserError, match=r"as it is imported: graders:grade, with /home/ada/lib on PYTHONPATH$"):
         make_grader(RewardConfig(function="/home/ada/lib/graders.py:grade"))
+    with pytest.raises(UserError, match=r"as it is imported: graders:grade, with \.\./lib on PYTHONPATH$"):
+        make_grader(RewardConfig(function="./../lib/graders.py:grade"))
 
 
 def test_a_reward_that_the_prompt_score_cannot_use_is_said_before_the_run() -> None:
