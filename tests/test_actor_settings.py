@@ -47,6 +47,7 @@ from dppo_megatron.config.schema import (
     ObjectiveConfig,
     OptimizerConfig,
 )
+from dppo_megatron.platform.capabilities import LayerSpec
 from dppo_megatron.steps.build import what_to_offload
 from dppo_megatron.types import UserError
 from dppo_megatron.weights.architecture import read_architecture
@@ -379,9 +380,24 @@ def test_exchanges_of_context_parallelism_that_packs_lack(
     `attn_forward_func_with_cp`); Megatron counts a list's layers from 1, and fails at the last."""
     architecture = read_architecture(write_model(tmp_path, family=family))
     actor = ActorConfig(megatron={"cp_comm_type": exchange})
-    for size in (1, 2):
+    specs: tuple[LayerSpec, ...] = ("te", "local")
+    for size, spec in itertools.product((1, 2), specs):  # local layers have one exchange, and do not read the field
         actor.layout.context_parallel = size
-        with pytest.raises(UserError, match=re.escape(refused)) if refused and size > 1 else nullcontext():
+        refuses = refused and size > 1 and spec == "te"
+        with pytest.raises(UserError, match=re.escape(refused)) if refuses else nullcontext():
+            check_settings(actor, architecture, torch.bfloat16, spec, runs_here=False)
+
+
+@pytest.mark.parametrize(("tensor", "context", "heads"), [(1, 2, 0), (2, 2, 1), (4, 2, 1), (1, 4, 2)])
+def test_heads_that_an_exchange_cannot_divide(tmp_path: Path, tensor: int, context: int, heads: int) -> None:
+    """`AttnFuncWithCPAndQKVOA2A.forward`: "The number of attention heads needs to be divisible by CP size!", of queries
+    and of keys. The model has 4 and 2; ranks in excess of key heads have one each. `heads`: of keys, where refused."""
+    architecture = read_architecture(write_model(tmp_path))
+    for exchange in ("a2a", "p2p"):
+        actor = ActorConfig(megatron={"cp_comm_type": exchange})
+        actor.layout.tensor_parallel, actor.layout.context_parallel = tensor, context
+        said = f"= a2a: a rank's {heads} key-value heads do not divide by context_parallel = {context}; use p2p"
+        with pytest.raises(UserError, match=said) if heads and exchange == "a2a" else nullcontext():
             check_settings(actor, architecture, torch.bfloat16, "te", runs_here=False)
 
 

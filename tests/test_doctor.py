@@ -168,12 +168,21 @@ def test_attention_is_fused_for_some_sizes_of_heads(
 
 
 @pytest.mark.parametrize(
-    ("version", "used"), [("2.8.3", True), ("2.1.1", True), ("2.9.0", False), ("1.0.9", False), (None, False)]
+    ("version", "used", "on_blackwell"),
+    [
+        ("2.8.3", True, True),
+        ("2.7.3", True, True),
+        ("2.7.2", True, False),
+        ("2.1.1", True, False),
+        ("2.9.0", False, False),
+        ("1.0.9", False, False),
+        (None, False, False),
+    ],
 )
 def test_flash_attn_counts_if_transformer_engine_uses_it(
-    version: str | None, used: bool, monkeypatch: pytest.MonkeyPatch
+    version: str | None, used: bool, on_blackwell: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """flash-attn-4 has the same module, but another name as a distribution."""
+    """As in its `backends.py` (2.11). flash-attn-4 has the same module, but another name as a distribution."""
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     known = {"flash-attn-4": "4.0.0"} | ({"flash-attn": version} if version else {})
 
@@ -183,7 +192,12 @@ def test_flash_attn_counts_if_transformer_engine_uses_it(
         raise capabilities.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(capabilities.importlib.metadata, "version", find)
-    assert capabilities._has_flash_attention() == used
+    assert [capabilities._has_flash_attention(chip) for chip in ((8, 0), (9, 0), (10, 0), (12, 0))] == [
+        used,
+        used,
+        on_blackwell,
+        on_blackwell,
+    ]
 
 
 def test_transformer_engine_has_the_last_word_on_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

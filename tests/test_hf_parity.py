@@ -312,6 +312,11 @@ def test_latent_attention_on_several_ranks_needs_sequence_parallelism(tmp_path: 
     layout.sequence_parallel = False
     with pytest.raises(UserError, match="sequence_parallel = false: latent attention"):
         architecture.check_layout(ActorConfig(layout=layout))
+    assert architecture.latent is not None
+    without_norm = replace(architecture, latent=replace(architecture.latent, query_rank=0))
+    for split, one in ((2, without_norm), (1, architecture)):  # Moonlight projects queries at once, without a norm
+        layout.tensor_parallel = split
+        one.check_layout(ActorConfig(layout=layout))
 
 
 @pytest.mark.parametrize(("tp", "etp", "ep", "is_refused"), [(2, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 0), (1, 2, 2, 0)])

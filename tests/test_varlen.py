@@ -137,9 +137,10 @@ def test_every_signature_computes_causal_grouped_attention(
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_padded_batches_use_a_fused_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA torch 2.13 has two: flash takes no mask, the memory-efficient one no grouped queries ("It currently works
-    only for Flash_attention and math kernel"). Math would keep every score in float32, as it did with windows, and with
-    context parallelism, which needs masks too."""
+    """On CUDA torch 2.13 has three: flash takes no mask, the memory-efficient one no grouped queries ("It currently
+    works only for Flash_attention and math kernel"), and cuDNN's, which takes both, comes before math on sm_90 and
+    sm_10x only. Math would keep every score in float32, as it did with windows, and with context parallelism, which
+    needs masks too."""
     calls: list[tuple[bool, bool]] = []
     real = F.scaled_dot_product_attention
 

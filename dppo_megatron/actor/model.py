@@ -74,12 +74,23 @@ def check_settings(
     if runs_here and flex and importlib.util.find_spec("deep_ep") is None:  # Megatron checks when it builds a layer
         missing = "DeepEP is not installed (the package deep_ep)"
         raise UserError(f"actor.megatron.moe_token_dispatcher_type = flex: {missing}; use alltoall")
-    exchanges = ("p2p",) if architecture.latent else ("p2p", "a2a")  # of Transformer Engine 2.11, over packs
-    exchange = config.megatron.get("cp_comm_type") or "p2p"
-    if config.layout.context_parallel > 1 and exchange not in exchanges:
-        why = "Transformer Engine does not have it for packs" if exchange != "a2a" else "it lacks latent attention"
-        raise UserError(f"actor.megatron.cp_comm_type = {exchange}: {why}; use {' or '.join(exchanges)}")
+    if spec == "te" and config.layout.context_parallel > 1:
+        _check_exchange(config, architecture)
     return not_tried(both)
+
+
+def _check_exchange(config: ActorConfig, architecture: Architecture) -> None:
+    """Refuse what Transformer Engine 2.11 lacks over packs, and would assert in the first layer's forward pass."""
+    exchange, context = config.megatron.get("cp_comm_type") or "p2p", config.layout.context_parallel
+    heads, why, use = max(architecture.num_kv_heads // config.layout.tensor_parallel, 1), "", "p2p"
+    if exchange not in ("p2p", "a2a"):
+        why, use = "Transformer Engine does not have it for packs", "p2p" if architecture.latent else "p2p or a2a"
+    elif exchange == "a2a" and architecture.latent:
+        why = "it lacks latent attention"
+    elif exchange == "a2a" and heads % context:
+        why = f"a rank's {heads} key-value heads do not divide by context_parallel = {context}"
+    if why:
+        raise UserError(f"actor.megatron.cp_comm_type = {exchange}: {why}; use {use}")
 
 
 def not_tried(both: Sequence[Overrides]) -> list[str]:

@@ -40,8 +40,9 @@ _CUDNN_PARTS = ("graph", "ops", "cnn", "adv", "heuristic", "engines_precompiled"
 """The libraries of cuDNN 9, each after those that it needs."""
 _WITHOUT = " without flash-attn"
 _HEADS = (128, 128)
-_FLASH_ATTN = (Version("2.1.1"), Version("2.8.3"))
-"""The oldest and the newest flash-attn that Transformer Engine 2.11 uses. flash-attn-4 is another distribution."""
+_FLASH_ATTN = (Version("2.1.1"), Version("2.7.3"), Version("2.8.3"))
+"""The oldest flash-attn that Transformer Engine 2.11 uses, the oldest on Blackwell, and the newest (backends.py).
+flash-attn-4 is another distribution."""
 _FUSED_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 
@@ -207,12 +208,15 @@ def this_machine() -> Machine:
     """The current process's device and installed packages."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     problem = _transformer_engine_problem(capability is not None)
-    return Machine(capability, problem, {} if problem else _refused_recipes(), _has_flash_attention())
+    return Machine(capability, problem, {} if problem else _refused_recipes(), _has_flash_attention(capability))
 
 
-def _has_flash_attention() -> bool:
+def _has_flash_attention(capability: tuple[int, int] | None) -> bool:
+    oldest, oldest_on_blackwell, newest = _FLASH_ATTN
+    if capability is not None and capability >= (10, 0):
+        oldest = oldest_on_blackwell
     try:
-        return _FLASH_ATTN[0] <= Version(importlib.metadata.version("flash-attn")) <= _FLASH_ATTN[1]
+        return oldest <= Version(importlib.metadata.version("flash-attn")) <= newest
     except importlib.metadata.PackageNotFoundError:
         return False
 

@@ -176,7 +176,7 @@ class Architecture:
         if self.experts is not None:
             sizes["shared experts' feed-forward size"] = self.experts.shared_ffn_size
         if self.latent is not None:
-            if tp > 1 and not layout.sequence_parallel:
+            if tp > 1 and not layout.sequence_parallel and self.latent.query_rank:
                 needs = "latent attention with tensor_parallel > 1 needs it: Megatron-core would add up the ranks'"
                 raise UserError(f"actor.layout.sequence_parallel = false: {needs} equal gradients of the queries' norm")
             sizes["query rank"] = self.latent.query_rank
