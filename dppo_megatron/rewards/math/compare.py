@@ -39,6 +39,10 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
+_DAYS = "monday tuesday wednesday thursday friday saturday sunday"
+_DATED = MONTHS | {*_DAYS.split()}
+_CALENDAR = {name[:length]: name for name in _DATED for length in (3, 4, 5) if name != "may" and length < len(name)}
+_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -335,9 +339,10 @@ def _folded(text: str) -> str:
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
     text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
     text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
-    words = [word for word in text.split() if word not in ("the", "a", "an")]
-    if MONTHS & set(words):  # 12th of May
-        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
+    words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
+    if not _DATED.isdisjoint(words):  # on the 12th of May
+        kept = (word for word in words if word not in ("of", "on", "in"))
+        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 
@@ -345,6 +350,9 @@ def _answers(gold: str, other: str) -> bool:
     """Whether the sentence `other` states a short reference: yes or no as its first word, or what something is."""
     first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
+        if first == f"{gold}:":  # with a reason, which may say what is not so
+            hedges = DOUBTS - _NEGATIVE | _CONDITIONS | {"sure", "certain"}
+            return hedges.isdisjoint(words) and words[-1] not in _NEGATIVE
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
@@ -352,6 +360,8 @@ def _answers(gold: str, other: str) -> bool:
     verbs = [word for word in subject if word in ends]  # two in `it is A or it is B`
     has_subject = len(first) == 1 or first in ("the", "this", "it", "that", "they")
     is_stated = has_subject and len(verbs) == 1 and verbs == subject[-1:]
+    if other in (f"on {gold}", f"in {gold}"):
+        return True
     return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 

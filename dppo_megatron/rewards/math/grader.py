@@ -26,7 +26,7 @@ from dppo_megatron.rewards.math.evaluate import TooBig
 from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
-from dppo_megatron.rewards.math.special import bare, plain_words, whole_letters, without_clauses, without_sentence
+from dppo_megatron.rewards.math.special import EVERY_POSITIVE, bare, plain_words, whole_letters, without_clauses, without_sentence
 from dppo_megatron.rewards.math.units import DOUBTS, ZERO, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
+        theirs = EVERY_POSITIVE if re.fullmatch(r"[i-q] (?:\\ge 1|> 0)", plain) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
