@@ -77,7 +77,7 @@ _REASONED = regex(
     re.IGNORECASE | re.DOTALL,
 )
 
-_IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
+_IS_OF_A_SET = r"[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # a clause after an answer that only states what its letters are; up to the next answer of a list
 _CLAUSE = regex(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
@@ -91,6 +91,7 @@ _OF_CLAUSES = regex(r"for|where|with|\\in")
 _ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
+_LETTER = regex(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _WHOLE = frozenset("ijklmnIJKLMN")
 _KINDS = frozenset(["real", "integer", "rational", "complex"])
 _EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
@@ -223,8 +224,15 @@ def whole_letters(text: str) -> frozenset[str]:
     return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
 
 
+def clause_letters(text: str) -> frozenset[str]:
+    """The letters in clauses, which may be parameters; without the arguments of functions."""
+    clauses = [found[0] for found in _CLAUSE.finditer(text)] if _OF_CLAUSES.search(text) else []
+    found = (_LETTER.findall(_SET.sub("", clause)) for clause in clauses)
+    return frozenset().union(*found) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
+
+
 def _letters(clause: str) -> set[str]:
-    return set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
+    return set(_LETTER.findall(clause)) - set("aCNQRZ")
 
 
 def _domain(clause: str) -> set[str]:
