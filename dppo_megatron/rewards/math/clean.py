@@ -49,7 +49,7 @@ _FILLER = (
 _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  # not `circle`, which may be wrong
 # in brackets or \\text behind an answer: that it is right, or why
 _REMARK = (
-    r"(?:(?:as )?(?:verified|checked|confirmed|exact|simplified|required|desired|claimed)"
+    r"(?:(?i:as )?(?i:verified|checked|confirmed|exact|simplified|required|desired|claimed)"
     r"|(?:by (?=symm|ins|ind|[A-Z])|since\b|because\b|using\b|via\b)"
     rf"(?:(?!\b(?:{'|'.join(sorted(DOUBTS))})\b)[^{{}}()\d\\])*)"
 )
@@ -150,12 +150,12 @@ _RULES = {
     r"noon : (?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"(?i)\A(?:\\text\{\s*)?all real(?: number)?s?[\s}]*(?:[a-z](?=[\s\\}]))?[\s}]*(?:\\text\{\s*)?"
     r"(?:except|other than)(?: for)?[\s}]*([^<>]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
-    rf"(?<=.)(?:\\text\{{\s*[,;(]?|\()\s*{_REMARK}\s*\)?\s*\}}?[.!]?\s*\Z": "",
+    rf"(?<=.)(?:\\text\{{\s*[,;(]?\s*{_REMARK}\s*\)?[.!]?\s*\}}|\(\s*{_REMARK}\s*\))(?=[.!\s}}]*\Z)": "",
     # {b + s n | n in Z} and {x | x = b + s n, n in Z}
     r"\in : \A(?:[a-z]\s*(?:\\in|=)\s*)?\\\{\s*(?:([a-z])\s*(?:\\in\s*\\mathbb\{[RC]\}\s*)?[|:]\s*(?=\1\s*=))?"
     r"((?![a-z]\s*[|:]).*?)\s*[|:,]\s*([a-z](?:\s*,\s*[a-z])*\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}\Z": r"\2, \3",
     r"\ldots : \A([a-z])\s*\*?\s*\(\s*\1\s*-\s*1\s*\)(?:\s*\*?\s*\(\s*\1\s*-\s*[23]\s*\))*\s*\*?\s*\\ldots"
-    r"(?:[\s*]*\(?3\)?)?[\s*]*\(?2\)?(?:[\s*]*\(?1\)?)?\Z|\A1 *\* *2 *(?:\* *3 *)?(?:\* *)?\\ldots[\s*]*([a-z])\Z": r"\1\2!",
+    r"(?:[\s*]*\(?3\)?)?[\s*]*\(?2\)?(?:[\s*]*\(?1\)?)?\Z|\A1[ *]+2(?:[ *]+3)?[ *]*\\ldots[ *]*([a-z])\Z": r"\1\2!",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
     r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)|\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # a triangle, or a line's name
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",

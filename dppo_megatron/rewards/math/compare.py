@@ -42,7 +42,8 @@ asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(pr
 _DAYS = "monday tuesday wednesday thursday friday saturday sunday"
 _DATED = MONTHS | {*_DAYS.split()}
 _CALENDAR = {name[:length]: name for name in _DATED for length in (3, 4, 5) if name != "may" and length < len(name)}
-_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())
+_NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
+_NEGATIVE = frozenset(_NO.split())
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -279,8 +280,10 @@ def _as_named(items: Sequence[Answer], gold: Sequence[Answer] = (), problem: str
     named = {item.name: item for item in items if isinstance(item, Named)}
     if any(isinstance(item, Named) for item in gold):
         return items, False
-    orders = [re.findall(r"\b[A-Za-z]\b", found) for found in _enumerated(problem)] if len(named) == len(items) > 1 else []
-    order = next((order for order in reversed(orders) if {*order} == {*named}), [])
+    orders = (
+        [re.findall(r"\b[A-Za-z]\b", found) for found in _enumerated(problem)] if len(named) == len(items) > 1 else []
+    )
+    order: list[str] = next((order for order in reversed(orders) if {*order} == {*named}), [])
     if order or (len(named) == len(items) and {*named} <= {"x", "y", "z"}):
         items = [named[name] for name in order or sorted(named)]
     return tuple(item.value if isinstance(item, Named) else item for item in items), bool(order)
@@ -291,7 +294,9 @@ def _enumerated(problem: str) -> list[str]:
     """`a b c`, where the problem has $a, b$ and $c$, or the length $b$ and the width $c$."""
     apart = re.sub(r"[$,()&]|\\\\?[()]|\\(?:text|quad|ldots)(?![a-z])", " ", problem)
     letter = r"(?<![^\s{])[A-Za-z](?![^\s.;:?}])"
-    return re.findall(rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+", apart)
+    return re.findall(
+        rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+", apart
+    )
 
 
 def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_set: bool) -> bool:

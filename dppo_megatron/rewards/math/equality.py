@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -265,9 +266,9 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     if gold_unit.dimension and other.unit is None and (measure := _with_unit(other.node, gold_unit)):
         return equal_values(gold, measure, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
-    if other_unit.dimension == "length^-3 mole" and other_unit.words == "m" and gold_unit is _NO_UNIT:
-        if not _OF_SOLUTIONS.search(rules.problem):  # 5 M may be five million
-            return False
+    is_molar = other_unit.words == "m" and "mole" in other_unit.dimension
+    if is_molar and not (stated or _OF_SOLUTIONS.search(rules.problem)):
+        return False  # 5 M may be five million
     if stated and other_unit.words:
         if not compatible(gold_unit, other_unit):
             return False
@@ -286,7 +287,8 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
     if not unit.dimension:  # leagues, not miles; but full hours are hours
         words = unit.words.replace("-", " ").split()
         named = [one for one in wanted if one and one.dimension not in ("", "percent")]
-        return None if any(one.words in words for one in named) else next(iter(named), None)
+        is_asked = any(one.words in words for one in named) or re.search(rf"ow many [^.?!]*{words[-1]}", problem)
+        return None if is_asked else next(iter(named), None)
     alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
     if alike:
         return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None

@@ -8,17 +8,16 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from dppo_megatron.rewards.math import answers
-from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
+from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.compare import differ, letters, letters_of
 from dppo_megatron.rewards.math.equality import Rules, same
-from dppo_megatron.rewards.math.evaluate import WorkLimit, approximate
+from dppo_megatron.rewards.math.evaluate import approximate
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection
 from dppo_megatron.rewards.math.special import EVERY_REAL
 
 _WHOLE = frozenset("ijklmn")
-_MAX = 12  # of one answer: progressions, numbers in a period, pieces
-_Piece = tuple[Node, Answer | None]
+_MAX = 24  # of one answer: progressions, numbers in a period, pieces
+_Pieces = list[tuple[Node, Answer | None]]
 
 
 def same_family(gold: Answer, other: Answer, rules: Rules) -> bool:
@@ -26,153 +25,130 @@ def same_family(gold: Answer, other: Answer, rules: Rules) -> bool:
     the problem does not have. Whatever the floats suggest is proved."""
     if not rules.wholes or not rules.problem or letters_of(rules.problem) & rules.wholes:
         return False
-    names = [[item.name for item in _items(answer) if isinstance(item, Named)] for answer in (gold, other)]
-    if any(itertools.starmap(differ, itertools.product(*names))):
+    items = [side.items if isinstance(side, AnswerList) and side.kind != "tuple" else (side,) for side in (gold, other)]
+    names = ([item.name for item in side if isinstance(item, Named)] for side in items)
+    if max(map(len, items)) > _MAX // 2 or any(itertools.starmap(differ, itertools.product(*names))):
         return False
-    ours, theirs = (_progressions(answer, rules.work) for answer in (gold, other))
-    sizes = [approximate(step, None, rules.work) for _, step in ours + theirs]
-    if not (ours and theirs) or not all(sizes):
+    ours, theirs = ([part for item in side for part in _progressions(item, rules)] for side in items)
+    if len(ours) < 2 * len(items[0]) or len(theirs) < 2 * len(items[1]):
         return False
-    ratios = [Fraction(size / sizes[0]).limit_denominator(_MAX) for size in sizes]
-    times = math.lcm(*(abs(ratio.numerator) for ratio in ratios))
-    period = ("*", ours[0][1], ("n", Fraction(times, math.gcd(*(ratio.denominator for ratio in ratios)))))
+    sizes = [approximate(step, None, rules.work) or Fraction(0) for _, step in ours + theirs]
+    ratios = [(size / sizes[0]).limit_denominator(_MAX) if sizes[0] else Fraction(0) for size in sizes]
+    if 0 in ratios:
+        return False
+    times = math.lcm(*(ratio.numerator for ratio in ratios))
+    period = _times(ours[0][1], Fraction(times, math.gcd(*(ratio.denominator for ratio in ratios))))
     members: list[list[Node]] = [[], []]
     for index, (start, step) in enumerate(ours + theirs):
-        count = approximate(("/", period, step), None, rules.work)
-        num = abs(round(count)) if count else _MAX + 1
-        if num > _MAX or not same(period, ("*", step, ("n", Fraction(round(count or 0)))), rules.work):
+        num = _whole_ratio(period, step, rules)
+        if not num or abs(num) > _MAX:
             return False
-        members[index >= len(ours)] += [("+", start, ("*", step, ("n", Fraction(turn)))) for turn in range(num)]
-    if max(map(len, members)) > _MAX:
+        members[index >= len(ours)] += [("+", start, _times(step, turn)) for turn in range(abs(num))]
+    if max(map(len, members)) > 2 * _MAX:
         return False
-
-    def is_in(node: Node, others: list[Node]) -> bool:
-        for one in others:
-            apart = ("+", node, ("-", one))
-            turns = approximate(("/", apart, period), None, rules.work)
-            if turns is not None and abs(turns - round(turns)) < Fraction(1, 10**9):
-                return bool(same(apart, ("*", period, ("n", Fraction(round(turns)))), rules.work))
-        return False
-
-    pairs = (members, members[::-1])
-    return all(is_in(node, others) for side, others in pairs for node in side)
+    places = [[approximate(("/", node, period), None, rules.work) or Fraction(0) for node in side] for side in members]
+    for side in (0, 1):  # each number is a whole number of periods from one of the other side
+        for node, place in zip(members[side], places[side], strict=True):
+            near = (abs(place - other - round(place - other)) for other in places[1 - side])
+            _, closest = min(zip(near, range(len(members[1 - side])), strict=True))
+            if _whole_ratio(("+", node, ("-", members[1 - side][closest])), period, rules) is None:
+                return False
+    return True
 
 
-def _progressions(answer: Answer, work: WorkLimit) -> list[tuple[Node, Node]]:
-    """Start and step of each; empty if the answer is anything else. b (-1)^n + s n is two."""
+def _times(node: Node, factor: int | Fraction) -> Node:
+    return ("*", node, ("n", Fraction(factor)))
+
+
+def _whole_ratio(node: Node, unit: Node, rules: Rules) -> int | None:
+    """How many units the number is; None if that is not whole."""
+    ratio = approximate(("/", node, unit), None, rules.work)
+    if ratio is None or abs(ratio - round(ratio)) > Fraction(1, 10**9):
+        return None
+    return round(ratio) if same(node, _times(unit, round(ratio)), rules.work) else None
+
+
+def _progressions(item: Answer, rules: Rules) -> list[tuple[Node, Node]]:
+    """Start and step for even and for odd numbers, since (-1)^n may be in it; empty for anything else."""
+    value = item.value if isinstance(item, Named) else item
+    if not isinstance(value, Value) or value.unit or len(names := symbols(value.node)) != 1 or not names <= _WHOLE:
+        return []
     found = []
-    for item in _items(answer):
-        value = item.value if isinstance(item, Named) else item
-        if not isinstance(value, Value) or value.unit or len(names := symbols(value.node)) != 1 or not names <= _WHOLE:
+    for rest in range(2):
+        numbers = [{name: ("n", Fraction(2 * turn + rest)) for name in names} for turn in (0, 1, 977)]
+        start, next_, far = (substituted(value.node, by) for by in numbers)
+        step: Node = ("+", next_, ("-", start))
+        if not same(far, ("+", start, _times(step, 977)), rules.work):
             return []
-        (name,) = names
-        has_signs = any(_is_sign(part) for part in answers.walk(value.node))
-        for rest in range(1 + has_signs):
-            letter: Node = ("+", ("*", ("n", Fraction(1 + has_signs)), ("s", name)), ("n", Fraction(rest)))
-            node = substituted(_without_signs(value.node, {name: ("n", Fraction(rest))}, work), {name: letter})
-            start, end = (substituted(node, {name: ("n", Fraction(at))}) for at in (0, 1))
-            step = ("+", end, ("-", start))
-            if not same(node, ("+", start, ("*", step, ("s", name))), work):
-                return []
-            found.append((start, step))
-    return found if len(found) <= _MAX else []
-
-
-def _items(answer: Answer) -> tuple[Answer, ...]:
-    return answer.items if isinstance(answer, AnswerList) and answer.kind in ("list", "set") else (answer,)
-
-
-def _is_sign(node: Node) -> bool:
-    return node[0] == "^" and node[1] == ("-", ("n", Fraction(1))) and bool(symbols(node[2]))
-
-
-def _without_signs(node: Node, at: dict[str, Node], work: WorkLimit) -> Node:
-    """The tree with (-1)^n replaced by its value at `at`."""
-    if _is_sign(node):
-        power = approximate(substituted(node[2], at), None, work)
-        return node if power is None or power.denominator > 1 else ("n", Fraction(1 - 2 * (int(power) % 2)))
-    return (node[0], *(_without_signs(part, at, work) if isinstance(part, tuple) else part for part in node[1:]))
+        found.append((start, step))
+    return found
 
 
 def same_pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Whether both, of which one is in pieces, are the same function of one letter: on each part of the real numbers
     where both have one expression, or for each remainder of a whole number."""
-    ours, theirs = _pieces(gold), _pieces(other)
-    conditions = [where for _, where in ours + theirs if where is not None]
     if isinstance(gold, Named) and isinstance(other, Named) and differ(gold.name, other.name):
         return False
-    if not (ours and theirs and conditions) or len(ours) * len(theirs) > _MAX * _MAX:
+    ours, theirs = _pieces(gold), _pieces(other)
+    conditions = [where for _, where in ours + theirs if where is not None]
+    if not (ours and theirs and conditions) or len(ours) * len(theirs) > _MAX:
         return False
-    if all(isinstance(where, answers.Intervals) for where in conditions):
+    if all(isinstance(where, Intervals) for where in conditions):
         return _same_on_spans(ours, theirs, rules)
     residues = [item for item in map(_residue, conditions) if item]
     others = (where for where in conditions if not _residue(where))
-    if not all(isinstance(where, answers.Intervals) and where.pieces == EVERY_REAL for where in others):
-        return False
     names, modulus = {name for name, _, _ in residues}, math.lcm(*(by for _, by, _ in residues))
-    if len(names) != 1 or modulus > _MAX:
+    are_known = all(isinstance(where, Intervals) and where.pieces == EVERY_REAL for where in others)  # or `otherwise`
+    if not are_known or len(names) != 1 or modulus > _MAX:
         return False
-    (name,) = names
     for rest in range(modulus):
-        whole: Node = ("+", ("*", ("n", Fraction(modulus)), ("s", "n")), ("n", Fraction(rest)))
-        values = [_at_residue(pieces, rest) for pieces in (ours, theirs)]
-        if values[0] is None or values[1] is None or not symbols(values[0]) | symbols(values[1]) <= {name}:
-            return False
-        left, right = (substituted(value, {name: whole}) for value in values if value is not None)
-        if not same(left, right, rules.work):
+        by = {name: ("+", _times(("s", "n"), modulus), ("n", Fraction(rest))) for name in names}
+        values = [value for pieces in (ours, theirs) for value in _at_residue(pieces, rest)]
+        are_functions = len(values) == 2 and all(symbols(value) <= names for value in values)
+        if not are_functions or not same(*(substituted(value, by) for value in values), rules.work):
             return False
     return True
 
 
-def _pieces(answer: Answer) -> list[_Piece]:
+def _pieces(answer: Answer) -> _Pieces:
     answer = answer.value if isinstance(answer, Named) else answer
     if isinstance(answer, Value):
         return [] if answer.unit else [(answer.node, None)]
-    rows = [row.items for row in answer.items] if isinstance(answer, AnswerList) and answer.kind == "cases" else []  # type: ignore[union-attr]
-    read = [(value.node, _as_condition(where)) for value, where in rows if isinstance(value, Value)]
-    return read if len(read) == len(rows) else []
-
-
-def _as_condition(where: Answer) -> Answer:
-    """x = 0 as a point; others as they are."""
-    spans = as_spans(where.value) if isinstance(where, Named) and not letters(where) else None
-    return replace(spans, name=where.name) if spans and isinstance(where, Named) else where
+    found: _Pieces = []
+    for row in answer.items if isinstance(answer, AnswerList) and answer.kind == "cases" else ():
+        value, where = row.items if isinstance(row, AnswerList) else (row, row)
+        spans = as_spans(where.value) if isinstance(where, Named) and not letters(where) else None
+        if not isinstance(value, Value):
+            return []
+        found.append((value.node, replace(spans, name=where.name) if spans and isinstance(where, Named) else where))
+    return found
 
 
 def _residue(where: Answer | None) -> tuple[str, int, int] | None:
     """The letter, modulus and remainder of a congruence."""
-    value = where.value.node if isinstance(where, Named) and isinstance(where.value, Value) else ("",)
-    is_class = value[0] == "+" and value[1][0] == "*" and value[1][2] == ("s", "_")
-    return (where.name, int(value[1][1][1]), int(value[2][1])) if is_class and isinstance(where, Named) else None
+    node = where.value.node if isinstance(where, Named) and isinstance(where.value, Value) else ("",)
+    is_class = isinstance(where, Named) and node[0] == "+" and node[1][0] == "*" and node[1][2] == ("s", "_")
+    return (where.name, int(node[1][1][1]), int(node[2][1])) if is_class and isinstance(where, Named) else None
 
 
-def _at_residue(pieces: list[_Piece], rest: int) -> Node | None:
-    """The expression for numbers with this remainder; `otherwise` is read as all other numbers."""
-    for value, where in pieces:
-        residue = _residue(where)
-        if where is None or (residue and rest % residue[1] == residue[2]):
-            return value
-    return next((value for value, where in pieces if isinstance(where, answers.Intervals)), None)
+def _at_residue(pieces: _Pieces, rest: int) -> list[Node]:
+    """The expression for numbers with this remainder, else that for all others."""
+    there = [value for value, where in pieces if (mod := _residue(where)) and rest % mod[1] == mod[2]]
+    return (there or [value for value, where in pieces if not _residue(where)])[:1]
 
 
-def _same_on_spans(ours: list[_Piece], theirs: list[_Piece], rules: Rules) -> bool:
-    every = answers.Intervals(EVERY_REAL)
-    domains = []
-    for pieces in (ours, theirs):
-        spans = [where if isinstance(where, answers.Intervals) else every for _, where in pieces]
-        domains.append(answers.Intervals(tuple(piece for span in spans for piece in span.pieces)))
+def _same_on_spans(ours: _Pieces, theirs: _Pieces, rules: Rules) -> bool:
+    every = Intervals(EVERY_REAL)
+    spans = [[where if isinstance(where, Intervals) else every for _, where in side] for side in (ours, theirs)]
+    domains = [Intervals(tuple(piece for span in side for piece in span.pieces)) for side in spans]
     for one, two in (domains, domains[::-1]):
-        outside = complement(two)
-        beyond = outside and intersection(one, outside)
+        beyond = intersection(one, complement(two))
         if beyond is None or beyond.pieces:
             return False
-    for (left, one), (right, two) in itertools.product(ours, theirs):
-        both = intersection(one or every, two or every)  # type: ignore[arg-type]
-        if both is None:
-            return False
-        name = next((where.name for where in (one, two) if isinstance(where, answers.Intervals) and where.name), "")
-        for piece in both.pieces:
-            by = {name: piece.low} if piece.low == piece.high else {}
-            if not same(substituted(left, by), substituted(right, by), rules.work):
+    for (left, right), (here, there) in zip(itertools.product(ours, theirs), itertools.product(*spans), strict=True):
+        both = intersection(here, there)
+        for piece in both.pieces if both else ():
+            by = {both.name: piece.low} if both and same(piece.low, piece.high, rules.work) else {}
+            if not same(substituted(left[0], by), substituted(right[0], by), rules.work):
                 return False
     return True

@@ -27,7 +27,14 @@ from dppo_megatron.rewards.math.extract import extract
 from dppo_megatron.rewards.math.families import same_family, same_pieces
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
-from dppo_megatron.rewards.math.special import EVERY_POSITIVE, bare, clause_letters, plain_words, whole_letters, without_clauses, without_sentence
+from dppo_megatron.rewards.math.special import (
+    EVERY_WHOLE,
+    bare,
+    plain_words,
+    whole_letters,
+    without_clauses,
+    without_sentence,
+)
 from dppo_megatron.rewards.math.units import DOUBTS, ZERO, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
@@ -54,7 +61,7 @@ _WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?")
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _NO_CHOICE = regex(r"[^A-Ja-jn,;&\s()\\]")
 # words of a sentence that says who, and those that may turn it round
-_OF_GAMES = "the a wins will win can always has have winning strategy does is game player".split()
+_OF_GAMES = "the a wins will win can always has have winning strategy does is game player"
 _OTHERS = DOUBTS | {"and", "or", "but", "lose", "loses", "losing", "last", "if", "only", "to"}
 _OPTION = regex(r"(?<![A-Za-z\\$^_])[(\"]?([A-J])\s*(?:[).:]|\"(?= for))")
 _OPTION_END = regex(r"\n\s*\n|\s(?:Enter|Your|Express|Choose|Answer|Please|Give|Select|Write|Which|What)\b|\Z")
@@ -98,7 +105,9 @@ def is_read(answer: str) -> bool:
     """Whether a reference is understood. If not, an answer is right only if it is written in the same way."""
     with suppress(Unreadable, RecursionError, ArithmeticError, ValueError):
         reference = _reference(answer)
-        return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, "", WorkLimit()))
+        return _read_both(reference, reference)[0] is not None or bool(
+            _same_choices(reference, reference, "", WorkLimit())
+        )
     return False
 
 
@@ -137,7 +146,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
-        theirs = EVERY_POSITIVE if re.fullmatch(r"[i-q] (?:\\ge 1|> 0)", plain) else theirs
+        theirs = EVERY_WHOLE if re.fullmatch(r"[i-q] (?:\\ge 1|> 0)", plain) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
@@ -259,7 +268,7 @@ def _states(gold: str, other: str, problem: str) -> bool:
     if not asked:
         return False
     if other.startswith(f"{gold} "):  # Alice has a winning strategy
-        said, known = other.removeprefix(gold).split(), {*re.findall("[A-Za-z]+", asked[-1]), *_OF_GAMES}
+        said, known = other.removeprefix(gold).split(), {*re.findall("[A-Za-z]+", asked[-1]), *_OF_GAMES.split()}
         return len(gold.split()) < 3 and known.issuperset(said) and _OTHERS.isdisjoint(said)
     words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
     return len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
@@ -289,7 +298,8 @@ def _same_choices(reference: str, other: str, problem: str, work: WorkLimit) -> 
         return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
     if led is not None and led[1] in options:  # the letter for what the problem offers under it
         alike = _agreeing(reference, options, work)
-        return alike == [led[1]] and (not led["value"] or led[1] in _agreeing(led["value"], options, work)) if alike else None
+        value = led["value"] or led["inside"]
+        return alike == [led[1]] and (not value or led[1] in _agreeing(value, options, work)) if alike else None
     # (A) and (C) or AC; BAD may be a word
     several = _several(gold)
     is_word = several == gold != "".join(sorted(gold))
@@ -373,7 +383,12 @@ def _rules(row: Mapping[str, Any], reference: str, other: str, problem: str, wor
     # references of the OCW problems (Minerva) are rounded to the digits that are written
     is_rounded = "ocw" in str(row.get("source", "")).lower()
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
-    stated = {"wholes": whole_letters(reference), "free": clause_letters(reference), "problem": problem, "work": work}
+    stated = {
+        "wholes": whole_letters(reference),
+        "free": whole_letters(reference, any_number=True),
+        "problem": problem,
+        "work": work,
+    }
     if tolerances or unit is not None or (is_rounded and digits):
         place = place if is_rounded else ZERO
         return Rules(tolerances, unit, place, is_exact=False, **stated)

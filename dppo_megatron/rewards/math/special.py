@@ -55,17 +55,19 @@ for _index, _word in enumerate(["even", "odd"]):
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
     _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
     _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
-EVERY_POSITIVE = answers.Words("every positive integer")
+EVERY_WHOLE = answers.Words("every positive integer")
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 # whole answers in words or by a sign; nouns that do not change what they mean
 _NONE = r"no (?:such [a-z]+(?: [a-z]+)?|(?:real |possible |valid )?(?:solution|root|value|answer)s?)(?: exists?)?"
-_MANY = r"(?: (?:such|positive|ordered|distinct|integer|real))?(?: (?:solution|pair|triple|integer|number|value|prime|point)s)?"
+_MANY = (
+    r"(?: (?:such|positive|ordered|distinct|integer|real))?(?: (?:solution|pair|triple|integer|number|value|prime)s)?"
+)
 _EACH = r"(?:the set of )?(?:all|every|any|each|the)"
 _NAMED: dict[str, Answer] = {
     rf"\\emptyset|\\\{{ ?\\\}}|(?:the )?empty set|none|(?:there (?:is|are|exists?) )?{_NONE}": answers.Intervals(()),
     rf"\\mathbb\{{r\}}|{_EACH} reals?(?: numbers?)?(?: [a-z])?": answers.Intervals(EVERY_REAL),
     rf"(?:there (?:are|exist) )?infinitely many{_MANY}|infinite|infinity": Value(answers.INFINITY),
-    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": EVERY_POSITIVE,
+    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": EVERY_WHOLE,
     rf"\\mathbb\{{z\}}|{_EACH} integers?(?: [i-q])?": answers.Words("every integer"),
     "does not exist|dne|d n e": answers.Words("does not exist"),
     **{word: answers.Words(word) for word in ("yes", "no", "odd")},  # else they would be products of letters
@@ -205,7 +207,7 @@ def without_clauses(text: str, gold: str | None = None) -> str:
 
 
 def _adds_nothing(clause: str, stated: set[str]) -> bool:
-    words, letters = _domain(clause), _letters(clause)
+    words, letters = _domain(clause), set(_LETTER.findall(clause)) - set("aCNQRZ")
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
     if stated:
@@ -217,22 +219,13 @@ def _adds_nothing(clause: str, stated: set[str]) -> bool:
     return words - _NEUTRAL <= allowed
 
 
-def whole_letters(text: str) -> frozenset[str]:
-    """The letters that a clause calls integers, without the arguments of functions and sequences: f(k) = k + 1."""
+def whole_letters(text: str, *, any_number: bool = False) -> frozenset[str]:
+    """The letters that a clause calls integers, or with `any_number` all letters in clauses; without the arguments of
+    functions and sequences: f(k) = k + 1."""
     clauses = [found[0] for found in _CLAUSE.finditer(text)] if _OF_CLAUSES.search(text) else []
-    letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    parts = (part for part in clauses if any_number or _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    letters = (set(_LETTER.findall(part)) - (set() if any_number else {"a"}) - set("CNQRZ") for part in parts)
     return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
-
-
-def clause_letters(text: str) -> frozenset[str]:
-    """The letters in clauses, which may be parameters; without the arguments of functions."""
-    clauses = [found[0] for found in _CLAUSE.finditer(text)] if _OF_CLAUSES.search(text) else []
-    found = (_LETTER.findall(_SET.sub("", clause)) for clause in clauses)
-    return frozenset().union(*found) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
-
-
-def _letters(clause: str) -> set[str]:
-    return set(_LETTER.findall(clause)) - set("aCNQRZ")
 
 
 def _domain(clause: str) -> set[str]:
