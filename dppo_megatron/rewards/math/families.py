@@ -30,58 +30,56 @@ def same_family(gold: Answer, other: Answer, rules: Rules) -> bool:
     if max(map(len, items)) > _MAX // 2 or any(itertools.starmap(differ, itertools.product(*names))):
         return False
     ours, theirs = ([part for item in side for part in _progressions(item, rules)] for side in items)
-    if len(ours) < 2 * len(items[0]) or len(theirs) < 2 * len(items[1]):
+    if len(ours) < len(items[0]) or len(theirs) < len(items[1]):
         return False
-    sizes = [approximate(step, None, rules.work) or Fraction(0) for _, step in ours + theirs]
-    ratios = [(size / sizes[0]).limit_denominator(_MAX) if sizes[0] else Fraction(0) for size in sizes]
-    if 0 in ratios:
+    unit, bases, sizes = ours[0][1], list[Node](), list[Fraction]()
+    places: list[tuple[int, Fraction]] = []  # a base, and how many units from it a progression starts
+    for start, step in ours + theirs:
+        sizes.append(_ratio(step, unit, rules) or Fraction(0))
+        apart = (_ratio(("+", start, ("-", base)), unit, rules) for base in bases)
+        place = next(((at, ratio) for at, ratio in enumerate(apart) if ratio is not None), None)
+        places.append(place or (len(bases), Fraction(0)))
+        bases += [] if place else [start]
+    if 0 in sizes:
         return False
-    times = math.lcm(*(ratio.numerator for ratio in ratios))
-    period = _times(ours[0][1], Fraction(times, math.gcd(*(ratio.denominator for ratio in ratios))))
-    members: list[list[Node]] = [[], []]
-    for index, (start, step) in enumerate(ours + theirs):
-        num = _whole_ratio(period, step, rules)
-        if not num or abs(num) > _MAX:
-            return False
-        members[index >= len(ours)] += [("+", start, _times(step, turn)) for turn in range(abs(num))]
-    if max(map(len, members)) > 2 * _MAX:
+    period = Fraction(math.lcm(*(size.numerator for size in sizes)), math.gcd(*(size.denominator for size in sizes)))
+    if any(abs(period / size) > _MAX for size in sizes):
         return False
-    places = [[approximate(("/", node, period), None, rules.work) or Fraction(0) for node in side] for side in members]
-    for side in (0, 1):  # each number is a whole number of periods from one of the other side
-        for node, place in zip(members[side], places[side], strict=True):
-            near = (abs(place - other - round(place - other)) for other in places[1 - side])
-            _, closest = min(zip(near, range(len(members[1 - side])), strict=True))
-            if _whole_ratio(("+", node, ("-", members[1 - side][closest])), period, rules) is None:
-                return False
-    return True
+    members = [
+        {(base, (start + size * turn) % period) for turn in range(abs(period // size))}
+        for (base, start), size in zip(places, sizes, strict=True)
+    ]
+    return set().union(*members[: len(ours)]) == set().union(*members[len(ours) :])
 
 
 def _times(node: Node, factor: int | Fraction) -> Node:
     return ("*", node, ("n", Fraction(factor)))
 
 
-def _whole_ratio(node: Node, unit: Node, rules: Rules) -> int | None:
-    """How many units the number is; None if that is not whole."""
-    ratio = approximate(("/", node, unit), None, rules.work)
-    if ratio is None or abs(ratio - round(ratio)) > Fraction(1, 10**9):
-        return None
-    return round(ratio) if same(node, _times(unit, round(ratio)), rules.work) else None
+def _ratio(node: Node, unit: Node, rules: Rules) -> Fraction | None:
+    """How many units the number is; None if that is not a simple fraction."""
+    value = approximate(("/", node, unit), None, rules.work)
+    ratio = value and value.limit_denominator(1000)
+    is_near = value is not None and ratio is not None and abs(value - ratio) < Fraction(1, 10**9)
+    return ratio if is_near and ratio is not None and same(node, _times(unit, ratio), rules.work) else None
 
 
 def _progressions(item: Answer, rules: Rules) -> list[tuple[Node, Node]]:
-    """Start and step for even and for odd numbers, since (-1)^n may be in it; empty for anything else."""
+    """Start and step for all whole numbers, or for even and odd ones, since (-1)^n may be in it; else nothing."""
     value = item.value if isinstance(item, Named) else item
     if not isinstance(value, Value) or value.unit or len(names := symbols(value.node)) != 1 or not names <= _WHOLE:
         return []
-    found = []
-    for rest in range(2):
-        numbers = [{name: ("n", Fraction(2 * turn + rest)) for name in names} for turn in (0, 1, 977)]
-        start, next_, far = (substituted(value.node, by) for by in numbers)
-        step: Node = ("+", next_, ("-", start))
-        if not same(far, ("+", start, _times(step, 977)), rules.work):
-            return []
-        found.append((start, step))
-    return found
+    for num in (1, 2):
+        found = []
+        for rest in range(num):
+            numbers = [{name: ("n", Fraction(num * turn + rest)) for name in names} for turn in (0, 1, 977)]
+            start, next_, far = (substituted(value.node, by) for by in numbers)
+            step: Node = ("+", next_, ("-", start))
+            if same(far, ("+", start, _times(step, 977)), rules.work):
+                found.append((start, step))
+        if len(found) == num:
+            return found
+    return []
 
 
 def same_pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
