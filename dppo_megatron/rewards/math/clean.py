@@ -148,8 +148,8 @@ _RULES = {
     r"\Omega : (?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
     r"noon : (?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
-    r"(?i)\A(?:\\text\{\s*)?all real(?: number)?s?[\s}]*(?:[a-z](?=[\s\\}]))?[\s}]*(?:\\text\{\s*)?"
-    r"(?:except|other than)(?: for)?[\s}]*([^<>]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"except : \A(?:\\text\{\s*)?[Aa]ll real(?: number)?s?[\s}]*(?:[a-z](?=[\s\\}]))?[\s}]*(?:\\text\{\s*)?"
+    r"except(?: for)?[\s}]*([^<>]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
     rf"(?<=.)(?:\\text\{{\s*[,;(]?\s*{_REMARK}\s*\)?[.!]?\s*\}}|\(\s*{_REMARK}\s*\))(?=[.!\s}}]*\Z)": "",
     # {b + s n | n in Z} and {x | x = b + s n, n in Z}
     r"\in : \A(?:[a-z]\s*(?:\\in|=)\s*)?\\\{\s*(?:([a-z])\s*(?:\\in\s*\\mathbb\{[RC]\}\s*)?[|:]\s*(?=\1\s*=))?"

@@ -45,6 +45,7 @@ _MAX_PROBLEM = 5000  # as much of its end is read: no benchmark's is longer
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*)|\s\((?P<inside>[^()]+)\))?", re.DOTALL)
+_LETTER = regex(r"\(?\s*([A-Z])\s*\)?[.:]?")
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
     r"(?P<value>(?!.*\([A-J]\)).*)"
@@ -281,8 +282,9 @@ def _same_choices(reference: str, other: str, problem: str, work: WorkLimit) -> 
     letter is a choice only if the problem, if known, offers it; a capital one always, or it may be a point or a matrix.
     """
     gold, theirs = (without_sentence(bare(text).strip()) for text in (reference, other))
-    options, led = _options(problem) if problem else {}, _CHOICE.fullmatch(theirs)
-    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
+    led, letter = _CHOICE.fullmatch(theirs), _LETTER.fullmatch(gold) or _CHOICE_WITH_VALUE.fullmatch(gold)
+    options = _options(problem) if problem and (letter or led) else {}
+    if letter:
         if led is None or led[1].upper() != letter[1]:
             is_text = letter[1] in options and (led is None or led[1].upper() not in options)
             return True if is_text and _agreeing(other, options, work, letter[1]) == [letter[1]] else None
