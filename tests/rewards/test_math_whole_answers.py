@@ -206,14 +206,14 @@ def test_progressions_are_sets_of_numbers(cases: Choose) -> None:
 
 
 def test_pieces_are_a_function(cases: Choose) -> None:
-    """Cut at more points, or with an end in the other piece where both have one value, it is the same."""
+    """Cut at more points, also one that is a piece of its own, it is the same."""
     for seed in cases("pieces", 100):
         drawn = random.Random(seed)
         at, slope, other = drawn.randrange(-5, 6), drawn.randrange(1, 6), drawn.randrange(-6, 0)
         left, right = f"{slope}(x-({at}))+1", f"{other}(x-({at}))+1"  # both are 1 there
         gold = rf"f(x) = \begin{{cases}} {left} & x < {at} \\ {right} & x \ge {at} \end{{cases}}"
         cut = at + drawn.randrange(1, 9)
-        rows = [f"{left} & x \\le {at}", f"{right} & {at} < x \\le {cut}", f"{right} & x > {cut}"]
+        rows = [f"{left} & x < {at}", f"{right} & {at} \\le x \\le {cut}", f"{right} & x > {cut}"]
         point = [f"{left} & x < {at}", f"1 & x = {at}", f"{right} & x > {at}"]
         wrong = [
             rows[:2],

@@ -146,7 +146,10 @@ def _same_on_spans(ours: _Pieces, theirs: _Pieces, rules: Rules) -> bool:
     for (left, right), (here, there) in zip(itertools.product(ours, theirs), itertools.product(*spans), strict=True):
         both = intersection(here, there)
         for piece in both.pieces if both else ():
-            by = {both.name: piece.low} if both and same(piece.low, piece.high, rules.work) else {}
+            is_point = same(piece.low, piece.high, rules.work)
+            if is_point and max(same(span.pieces[0].low, span.pieces[0].high) or 0 for span in (here, there)) == 0:
+                return False  # an end that has moved to another piece is another condition, whatever the values there
+            by = {both.name: piece.low} if both and is_point else {}
             if not same(substituted(left[0], by), substituted(right[0], by), rules.work):
                 return False
     return True
