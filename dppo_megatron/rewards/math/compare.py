@@ -41,7 +41,7 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
 _DAYS = "monday tuesday wednesday thursday friday saturday sunday"
 _DATED = MONTHS | {*_DAYS.split()}
-_CALENDAR = {name[:length]: name for name in _DATED for length in (3, 4, 5) if name != "may" and length < len(name)}
+_CALENDAR = {name[:length]: name for name in MONTHS for length in (3, 4) if name != "may" and length < len(name)}
 _NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
 _NEGATIVE = frozenset(_NO.split())
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
