@@ -102,8 +102,9 @@ def same_pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     for rest in range(modulus):
         by = {name: ("+", _times(("s", "n"), modulus), ("n", Fraction(rest))) for name in names}
         values = [value for pieces in (ours, theirs) for value in _at_residue(pieces, rest)]
-        are_functions = len(values) == 2 and all(symbols(value) <= names for value in values)
-        if not are_functions or not same(*(substituted(value, by) for value in values), rules.work):
+        if len(values) < 2 or not symbols(("+", *values)) <= names:
+            return False
+        if not same(substituted(values[0], by), substituted(values[1], by), rules.work):
             return False
     return True
 
@@ -147,7 +148,9 @@ def _same_on_spans(ours: _Pieces, theirs: _Pieces, rules: Rules) -> bool:
         both = intersection(here, there)
         for piece in both.pieces if both else ():
             is_point = same(piece.low, piece.high, rules.work)
-            if is_point and max(same(span.pieces[0].low, span.pieces[0].high) or 0 for span in (here, there)) == 0:
+            if is_point and not any(
+                same(span.pieces[0].low, span.pieces[0].high, rules.work) for span in (here, there)
+            ):
                 return False  # an end that has moved to another piece is another condition, whatever the values there
             by = {both.name: piece.low} if both and is_point else {}
             if not same(substituted(left[0], by), substituted(right[0], by), rules.work):
