@@ -52,6 +52,8 @@ ZEROS = ("\\sin\\pi", "\\cos 90^\\circ", "\\tan(2\\pi)", "\\cos\\frac{3\\pi}{2}"
 PRIMES = ("'", "''", "^{\\prime}")
 ASIDES = ("reversed", "unlikely", "crossed out", "by mistake", "wide of it", "is too big", "as a bound", "unproven")
 DENIED = ("Not", "The value cannot be", "The wrong value is", "Perhaps:", "A bound that fails is")
+REMARKS = ("(verified)", "Checked.", "(by symmetry)", "(because it is the least)", "(as required)")
+DOUBTFUL = ("(not verified)", "(by guessing, perhaps)", "(or more)", "(since nothing else is likely)", "(doubled)")
 LEADS = ("At most", "Less than", "The score was 1 to", "Approximately")
 CONDITIONS = ("for all $x < 9$", "for all odd $x$", "if $x > 0$", "unless $x = 1$", "for any $x$ but $0$")
 
@@ -206,9 +208,16 @@ KEEP: dict[str, Rewriting] = {
     "numbered": only(
         LIST, lambda found, _: "; ".join(f"({n}) {item}" for n, item in enumerate(found[0].split(","), 1))
     ),
+    "a remark": only(NUMBER, lambda found, drawn: f"{found[0]} \\quad \\text{{{drawn.choice(REMARKS)}}}"),
+    "old bold": only(NUMBER, lambda found, _: f"\\bf {found[0]}"),
+    "asked": only(NUMBER, lambda found, _: f"\\text{{P(red)}} = {found[0]}"),
+    "a named column": only(POINT, lambda found, _: f"\\mathbf{{v}} = ({found[1]}, {found[2]})^T"),
+    "or in Unicode": only(LIST, lambda found, _: found[0].replace(",", " \u2228 ")),
     "absolute": only(NUMBER, lambda found, _: f"|{-int(found[0])}|" if int(found[0]) > 0 else None),
 }
 CHANGE: dict[str, Rewriting] = {
+    "a doubtful remark": only(NUMBER, lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(DOUBTFUL)} }}"),
+    "a false chain": only(NUMBER, lambda found, _: f"\\text{{P(red)}} = {int(found[0]) + 1} = {found[0]}"),
     "taken back": only(NUMBER, lambda found, drawn: f"{found[0]} \\text{{ {drawn.choice(ASIDES)} }}"),
     "said to be wrong": only(NUMBER, lambda found, drawn: f"\\text{{{drawn.choice(DENIED)} }} {found[0]}"),
     "restricted": only(

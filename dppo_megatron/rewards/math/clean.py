@@ -13,14 +13,14 @@ import unicodedata
 
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Unreadable
-from dppo_megatron.rewards.math.units import MONTHS
+from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 # pairs: a sign, and its spelling here
 _SIGNS = r"""
 √ \sqrt ∛ \sqrt[3] ∜ \sqrt[4] π \pi ∞ \infty ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ≈ \approx ∪ \cup ∩ \cap ∈ \in ± \pm ∓ \mp
 ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ° ^\degree º ^\degree ∠ \angle ∖ \setminus … \ldots ∀ \forall
 ∑ \sum ∏ \prod ∫ \int ⌊ \lfloor ⌋ \rfloor ⌈ \lceil ⌉ \rceil ≡ \equiv △ \triangle ⟨ ( ⟩ ) ″ ''
-€ \euros £ \gbp ¥ \yen ₹ \rupees ¢ \text{cents}
+∨ \vee ∧ \wedge ∣ | € \euros £ \gbp ¥ \yen ₹ \rupees ¢ \text{cents}
 """.split()  # noqa: SIM905
 _SPELLED = {
     **dict.fromkeys("\u2212\u2013\u2014\u2012\ufe63\u2010\u2011", "-"),
@@ -47,6 +47,12 @@ _FILLER = (
     r"|all(?= \}[a-z ]{1,3}\\[lg]e))"
 )
 _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  # not `circle`, which may be wrong
+# in brackets or \\text behind an answer: that it is right, or why
+_REMARK = (
+    r"(?:(?i:as )?(?i:verified|checked|confirmed|exact|simplified|required|desired|claimed)"
+    r"|(?:by (?=symm|ins|ind|[A-Z])|since\b|because\b|using\b|via\b)"
+    rf"(?:(?!\b(?:{'|'.join(sorted(DOUBTS))})\b)[^{{}}()\d\\])*)"
+)
 # spelling of a command here: the names that it replaces. What is only layout becomes a space.
 _SPELLINGS = {
     " ": "displaystyle textstyle scriptstyle limits nolimits mathop large Large LARGE huge Huge small checkmark"
@@ -87,6 +93,7 @@ _RULES = {
     r"$ : (?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)": r"\\dollars ",  # $75 is money
     r"USD : (?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",
     r"\text : \\text\{\s*(\\(?:dollars|euros|gbp|yen|rupees) )\s*([\d.,]*)\s*\}": r"\1\2",
+    r"\A\s*\\(?:bf|it|rm|sf|tt)(?![A-Za-z])(?!\s*\{)": "",  # up to the end
     # {\rm cm} and {5 \over 6}, in plain TeX
     r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
     r"\over : (?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
@@ -141,7 +148,14 @@ _RULES = {
     r"\Omega : (?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
     r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
     r"noon : (?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
-    r"\A\\text\{\s*all real numbers except\s*\}\s*([^,;]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    r"except : \A(?:\\text\{\s*)?[Aa]ll real(?: number)?s?[\s}]*(?:[a-z](?=[\s\\}]))?[\s}]*(?:\\text\{\s*)?"
+    r"except(?: for)?[\s}]*([^<>]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
+    rf"(?<=.)(?:\\text\{{\s*[,;(]?\s*{_REMARK}\s*\)?[.!]?\s*\}}|\(\s*{_REMARK}\s*\))(?=[.!\s}}]*\Z)": "",
+    # {b + s n | n in Z} and {x | x = b + s n, n in Z}
+    r"\in : \A(?:[a-z]\s*(?:\\in|=)\s*)?\\\{\s*(?:([a-z])\s*(?:\\in\s*\\mathbb\{[RC]\}\s*)?[|:]\s*(?=\1\s*=))?"
+    r"((?![a-z]\s*[|:]).*?)\s*[|:,]\s*([a-z](?:\s*,\s*[a-z])*\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}\Z": r"\2, \3",
+    r"\ldots : \A([a-z])\s*\*?\s*\(\s*\1\s*-\s*1\s*\)(?:\s*\*?\s*\(\s*\1\s*-\s*[23]\s*\))*\s*\*?\s*\\ldots"
+    r"(?:[\s*]*\(?3\)?)?[\s*]*\(?2\)?(?:[\s*]*\(?1\)?)?\Z|\A1[ *]+2(?:[ *]+3)?[ *]*\\ldots[ *]*([a-z])\Z": r"\1\2!",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
     r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)|\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # a triangle, or a line's name
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
@@ -155,7 +169,7 @@ _RULES = {
     # ]1, 2[ is (1, 2)
     r"] : (\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"[ : ([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
-    r"T : \A(\((?!\s*\\begin).*\))\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"T : \A((?:[^=()\[\]]{1,20}=\s*)?[(\[](?!\s*\\begin).*[)\]])\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
     r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"\mapsto : (?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",

@@ -39,6 +39,11 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
+_DAYS = "monday tuesday wednesday thursday friday saturday sunday"
+_DATED = MONTHS | {*_DAYS.split()}
+_CALENDAR = {name[:length]: name for name in MONTHS for length in (3, 4) if name != "may" and length < len(name)}
+_NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
+_NEGATIVE = frozenset(_NO.split())
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -63,7 +68,7 @@ def _named(gold: Answer, other: Answer, rules: Rules) -> bool:
         return False  # `n is even` is neither 0 nor 2n
     if isinstance(gold, Named) and isinstance(other, Named):
         other = _with_variables(other, gold)
-        if not _differ(gold.name, other.name) and equal(gold.value, other.value, rules):
+        if not differ(gold.name, other.name) and equal(gold.value, other.value, rules):
             return True
         is_map = gold.name == other.name and "(" in gold.name
         if is_map and _up_to_a_parameter([gold.value], [other.value], {*gold.name, *"xyz"}, rules):
@@ -84,7 +89,7 @@ def letters(answer: Answer) -> frozenset[str]:
     return frozenset(symbols(answer.node)) if isinstance(answer, Value) else frozenset()
 
 
-def _differ(gold: str, other: str) -> bool:
+def differ(gold: str, other: str) -> bool:
     """Whether two names certainly mean different things: x and y, y and y', f(x) and g(x), AB and CD, Area and
     Volume. But y may be f(x), and a letter may stand for anything that is not called by a letter itself."""
     gold, other = (name.removeprefix("\\text") for name in (gold, other))
@@ -186,18 +191,19 @@ def _rows(gold: Answer, other: Answer, rules: Rules) -> bool:
     names = [{item.name.partition("_")[0] for item in row.items if isinstance(item, Named)} for row in (gold, other)]
     if (gold.signs or other.signs) and max(map(len, names)) > 1 and min(map(len, names)) < 1:
         return False  # `x = 2 or y = 3` is not 2, 3
-    items, others = gold.items, _as_named(other.items, gold.items)
+    others, is_placed = _as_named(other.items, gold.items, rules.problem)
+    items = gold.items
     labels, other_labels = _labels(items), _labels(others)
     is_labelled = len(set(labels)) == len(items)
     if is_labelled and sorted(labels) == sorted(other_labels):
         others = tuple(others[other_labels.index(label)] for label in labels)
     elif not isinstance(items[0], Named) or any(isinstance(item, Named) for item in others):
         is_labelled = False
-    in_order = is_labelled or (asks_order(rules.problem) and not gold.signs | other.signs)
+    in_order = is_labelled or is_placed or (asks_order(rules.problem) and not gold.signs | other.signs)
     if kinds & {"tuple", "ratio", "grid"} or (in_order and kinds == {"list"}):
         if len(items) != len(others) or _in_order(items, others, rules):
             return len(items) == len(others)
-        bare = _as_named(items, ()), _as_named(others, ())
+        bare = _as_named(items)[0], _as_named(others)[0]
         return kinds <= {"tuple", "list"} and _up_to_a_parameter(*bare, set(), rules)
     # a solution listed twice is still one solution
     is_set = "set" in kinds or (len(others) > len(items) and all(isinstance(item, AnswerList) for item in items))
@@ -226,7 +232,7 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
     if len(ours) == len(items) and [*map(len, ours)] == [*map(len, theirs)]:  # all cells of a matrix
         return _in_order([*itertools.chain(*ours)], [*itertools.chain(*theirs)], rules)
     pairs = list(zip(items, others, strict=True))
-    if any(_differ(a.name, b.name) for a, b in pairs if isinstance(a, Named) and isinstance(b, Named)):
+    if any(differ(a.name, b.name) for a, b in pairs if isinstance(a, Named) and isinstance(b, Named)):
         return False
     bare = [[item.value if isinstance(item, Named) else item for item in side] for side in (items, others)]
     one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in bare)
@@ -237,20 +243,27 @@ def _in_order(items: Sequence[Answer], others: Sequence[Answer], rules: Rules) -
 
 
 def _up_to_a_parameter(items: Sequence[Answer], others: Sequence[Answer], given: set[str], rules: Rules) -> bool:
-    """Whether the items are equal once a parameter is renamed: the only letter that the other side lacks, if neither is
-    in `given` or in the problem. In a tuple it is one number in several items: (t, 2t), not (t, 2)."""
+    """Whether the items are equal once parameters are renamed: the letters that the other side lacks, if none is in
+    `given` or in the problem. Only letters that a clause of the reference declares may be several, or any but
+    `_PARAMETERS`. In a tuple one is a number in several items: (t, 2t), not (t, 2)."""
     one, two = ([item.node for item in side if isinstance(item, Value) and not item.unit] for side in (items, others))
     ours, theirs = (frozenset[str]().union(*map(symbols, side)) for side in (one, two))
-    both = ours ^ theirs
-    if len(one) != len(items) or len(two) != len(others) or len(both) != 2 or len(ours - theirs) != 1:
+    both, mine, names = ours ^ theirs, sorted(ours - theirs), sorted(theirs - ours)
+    is_free = rules.free.issuperset(mine)
+    if len(one) != len(items) or len(two) != len(others) or not 1 <= len(mine) == len(names) <= (3 if is_free else 1):
         return False
-    (mine,), (name,) = ours - theirs, theirs - ours
-    named = "".join(re.sub(r"\\[A-Za-z]+", " ", part) for part in _IN_MATHS.findall(rules.problem))
-    if not both <= _PARAMETERS - given or both <= set("xyz") or both & (rules.wholes | set(named)):
+    allowed = (_PARAMETERS | {*"abdpqr"} if is_free else _PARAMETERS) - given
+    if not both <= allowed or both <= set("xyz") or both & (rules.wholes | letters_of(rules.problem)):
         return False
-    if len(one) > 1 and sum(mine in symbols(node) for node in one) < 2:
+    if len(one) > 1 and sum(mine[0] in symbols(node) for node in one) < 2:
         return False
-    return equal_nodes([(a, substituted(b, {name: ("s", mine)})) for a, b in zip(one, two, strict=True)], rules)
+    renamed = (dict(zip(names, (("s", name) for name in order), strict=True)) for order in itertools.permutations(mine))
+    return any(equal_nodes([(a, substituted(b, by)) for a, b in zip(one, two, strict=True)], rules) for by in renamed)
+
+
+def letters_of(problem: str) -> set[str]:
+    """The letters in its formulas."""
+    return set("".join(re.sub(r"\\[A-Za-z]+", " ", part) for part in _IN_MATHS.findall(problem)))
 
 
 def _labels(items: Sequence[Answer]) -> list[str]:
@@ -261,14 +274,29 @@ def _labels(items: Sequence[Answer]) -> list[str]:
     return labels if all(labels) else []
 
 
-def _as_named(items: tuple[Answer, ...], gold: tuple[Answer, ...]) -> tuple[Answer, ...]:
-    """The items without their names, if the reference has none: a = 1, b = 2 becomes 1, 2."""
+def _as_named(items: Sequence[Answer], gold: Sequence[Answer] = (), problem: str = "") -> tuple[Sequence[Answer], bool]:
+    """The items without their names, if the reference has none: a = 1, b = 2 becomes 1, 2; and whether they are in the
+    order in which the problem asks for these letters (`find $b$ and $a$`)."""
+    named = {item.name: item for item in items if isinstance(item, Named)}
     if any(isinstance(item, Named) for item in gold):
-        return items
-    named = sorted((item for item in items if isinstance(item, Named)), key=lambda item: item.name)
-    if len(named) == len(items) and {item.name for item in named} <= {"x", "y", "z"}:
-        items = tuple(named)
-    return tuple(item.value if isinstance(item, Named) else item for item in items)
+        return items, False
+    orders = (
+        [re.findall(r"\b[A-Za-z]\b", found) for found in _enumerated(problem)] if len(named) == len(items) > 1 else []
+    )
+    order: list[str] = next((order for order in reversed(orders) if {*order} == {*named}), [])
+    if order or (len(named) == len(items) and {*named} <= {"x", "y", "z"}):
+        items = [named[name] for name in order or sorted(named)]
+    return tuple(item.value if isinstance(item, Named) else item for item in items), bool(order)
+
+
+@functools.lru_cache(maxsize=64)
+def _enumerated(problem: str) -> list[str]:
+    """`a b c`, where the problem has $a, b$ and $c$, or the length $b$ and the width $c$."""
+    apart = re.sub(r"[$,()&]|\\\\?[()]|\\(?:text|quad|ldots)(?![a-z])", " ", problem)
+    letter = r"(?<![^\s{])[A-Za-z](?![^\s.;:?}])"
+    return re.findall(
+        rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+", apart
+    )
 
 
 def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_set: bool) -> bool:
@@ -335,9 +363,10 @@ def _folded(text: str) -> str:
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
     text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
     text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
-    words = [word for word in text.split() if word not in ("the", "a", "an")]
-    if MONTHS & set(words):  # 12th of May
-        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in words if word not in ("of", "on"))
+    words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
+    if not _DATED.isdisjoint(words):  # on the 12th of May
+        kept = (word for word in words if word not in ("of", "on", "in"))
+        words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 
@@ -345,6 +374,9 @@ def _answers(gold: str, other: str) -> bool:
     """Whether the sentence `other` states a short reference: yes or no as its first word, or what something is."""
     first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
+        if first == f"{gold}:":  # with a reason, which may say what is not so
+            hedges = DOUBTS - _NEGATIVE | _CONDITIONS | {"sure", "certain"}
+            return hedges.isdisjoint(words) and words[-1] not in _NEGATIVE
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()
@@ -352,6 +384,8 @@ def _answers(gold: str, other: str) -> bool:
     verbs = [word for word in subject if word in ends]  # two in `it is A or it is B`
     has_subject = len(first) == 1 or first in ("the", "this", "it", "that", "they")
     is_stated = has_subject and len(verbs) == 1 and verbs == subject[-1:]
+    if other in (f"on {gold}", f"in {gold}"):
+        return True
     return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
 
 

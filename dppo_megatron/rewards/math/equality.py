@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -40,6 +41,7 @@ _WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
     r"[^.?!]{0,300}?\bin(?= [a-z ]{0,40}(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)"
     r"((?:(?:square|cubic) )?[a-z]+)"
 )
+_OF_SOLUTIONS = regex(r"(?i:molar|concentration|solubility)|\bM\b|\bmol")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")
 _GIVEN = frozenset("abcdgkmnC")
 _VARIABLES = frozenset("xyztuvw")
@@ -238,6 +240,7 @@ class Rules:
     is_exact: bool = True
     their_last_place: Fraction = Fraction(0)  # of a decimal of twelve digits or more, at most in the fifteenth digit
     wholes: frozenset[str] = frozenset()  # letters of the reference that stand for any whole number
+    free: frozenset[str] = frozenset()  # those that a clause of the reference says to be any number
     problem: str = ""  # its letters have a meaning: none of them is a parameter
     work: WorkLimit = field(default_factory=WorkLimit, compare=False)  # left for all comparisons of the grading
 
@@ -247,7 +250,7 @@ class Rules:
 
     def exact(self) -> Rules:
         """The rules for parts that have to be exactly equal: ends of intervals, cells of matrices."""
-        return Rules(wholes=self.wholes, problem=self.problem, work=self.work)
+        return Rules(wholes=self.wholes, free=self.free, problem=self.problem, work=self.work)
 
 
 def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
@@ -263,6 +266,9 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
     if gold_unit.dimension and other.unit is None and (measure := _with_unit(other.node, gold_unit)):
         return equal_values(gold, measure, rules)
     stated = gold.unit.words if gold.unit else gold_unit.dimension
+    is_molar = other_unit.words == "m" and "mole" in other_unit.dimension
+    if is_molar and not (stated or _OF_SOLUTIONS.search(rules.problem)):
+        return False  # 5 M may be five million
     if stated and other_unit.words:
         if not compatible(gold_unit, other_unit):
             return False
@@ -275,9 +281,14 @@ def equal_values(gold: Value, other: Value, rules: Rules) -> bool:
 def _asked(problem: str, unit: Unit) -> Unit | None:
     """The one unit in which the problem asks for what `unit` measures (`how many square feet`, `in cents`), if it is
     another; or what it asks for, if that is something else: years, not months."""
-    if not problem or not unit.dimension:
+    if not problem or not (unit.dimension or unit.words.endswith("s")):
         return None
     asked, wanted = _asked_in(problem)
+    if not unit.dimension:  # leagues, not miles; but full hours are hours
+        words = unit.words.replace("-", " ").split()
+        named = [one for one in wanted if one and one.dimension not in ("", "percent")]
+        is_asked = any(one.words in words for one in named) or re.search(rf"ow many [^.?!]*{words[-1]}", problem)
+        return None if is_asked else next(iter(named), None)
     alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}
     if alike:
         return alike.popitem()[1] if len(alike) == 1 and unit.factor not in alike else None

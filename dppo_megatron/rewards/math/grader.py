@@ -22,11 +22,19 @@ from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Na
 from dppo_megatron.rewards.math.clean import clean
 from dppo_megatron.rewards.math.compare import asks_order, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
-from dppo_megatron.rewards.math.evaluate import TooBig
+from dppo_megatron.rewards.math.evaluate import TooBig, WorkLimit
 from dppo_megatron.rewards.math.extract import extract
+from dppo_megatron.rewards.math.families import same_family, same_pieces
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
-from dppo_megatron.rewards.math.special import bare, plain_words, whole_letters, without_clauses, without_sentence
+from dppo_megatron.rewards.math.special import (
+    EVERY_WHOLE,
+    bare,
+    plain_words,
+    whole_letters,
+    without_clauses,
+    without_sentence,
+)
 from dppo_megatron.rewards.math.units import DOUBTS, ZERO, read_unit, stated_digits, with_digits
 
 if TYPE_CHECKING:
@@ -36,7 +44,8 @@ _MAX_BOXES = 8  # so many are also compared one by one
 _MAX_PROBLEM = 5000  # as much of its end is read: no benchmark's is longer
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
-_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*))?", re.DOTALL)
+_CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*)|\s\((?P<inside>[^()]+)\))?", re.DOTALL)
+_LETTER = regex(r"\(?\s*([A-Z])\s*\)?[.:]?")
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
     r"\(?([A-J])\s*(?:\)\s*(?=[a-z]{2}|-?\s*(?:[\d.]|\\(?:frac|sqrt|pi)(?![A-Za-z])))|\.\s*(?=\d))"
     r"(?P<value>(?!.*\([A-J]\)).*)"
@@ -52,6 +61,11 @@ _REWRITE = regex(  # in a problem whose formulas begin and end with ;
 _WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?")
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _NO_CHOICE = regex(r"[^A-Ja-jn,;&\s()\\]")
+# words of a sentence that says who, and those that may turn it round
+_OF_GAMES = "the a wins will win can always has have winning strategy does is game player"
+_OTHERS = DOUBTS | {"and", "or", "but", "lose", "loses", "losing", "last", "if", "only", "to"}
+_OPTION = regex(r"(?<![A-Za-z\\$^_])[(\"]?([A-J])\s*(?:[).:]|\"(?= for))")
+_OPTION_END = regex(r"\n\s*\n|\s(?:Enter|Your|Express|Choose|Answer|Please|Give|Select|Write|Which|What)\b|\Z")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
 
 
@@ -92,7 +106,9 @@ def is_read(answer: str) -> bool:
     """Whether a reference is understood. If not, an answer is right only if it is written in the same way."""
     with suppress(Unreadable, RecursionError, ArithmeticError, ValueError):
         reference = _reference(answer)
-        return _read_both(reference, reference)[0] is not None or bool(_same_choices(reference, reference, ""))
+        return _read_both(reference, reference)[0] is not None or bool(
+            _same_choices(reference, reference, "", WorkLimit())
+        )
     return False
 
 
@@ -122,23 +138,27 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
     spelled = _without_gaps(other)
     if spelled and spelled == _without_gaps(reference):
         return True, "normalized"
-    if (chosen := _same_choices(reference, other, problem)) is not None:
+    work = WorkLimit()
+    if (chosen := _same_choices(reference, other, problem, work)) is not None:
         return chosen, "choices"
     if stated := _CHOICE_WITH_VALUE.fullmatch(bare(reference).strip()):
         reference = stated["value"]
+    other = other if "=" in reference else _without_asked(other, problem)
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
+        theirs = EVERY_WHOLE if re.fullmatch(r"[i-q] (?:\\ge 1|> 0)", plain) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
-        rules = _rules(row, reference, other, problem)
+        rules = _rules(row, reference, other, problem, work)
         is_right = equal(gold, theirs, rules)
         if isinstance(gold, Words) and isinstance(theirs, Words):
             is_right = is_right or _states(gold.text, theirs.text, problem)
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
+        is_right = is_right or same_family(gold, theirs, rules) or same_pieces(gold, theirs, rules)
         if is_right and problem and _is_repeated(text, gold, theirs, problem):
             return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
@@ -148,6 +168,16 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return None, "words" if theirs is None else "the reference is not understood"
     undone = UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
+
+
+def _without_asked(text: str, problem: str) -> str:
+    """4 for AD^2 = 4, if the problem asks to find AD^2; other texts as they are."""
+    left, sign, rest = text.partition("=")
+    if not problem or not sign or not 2 < len(left.strip()) < 80 or re.search(r"[<>,]|\\[lgn]e", left):
+        return text
+    asked = re.escape(one_spelling(left.strip()))
+    asks = rf"(?i:\b(?:find|compute|determine|calculate|evaluate|of|for|is|are))[\s;]*{asked}(?=[\s;.?,:]|\Z)"
+    return rest.strip() if re.search(asks, one_spelling(_FORMULA.sub(" ; ", problem))) else text
 
 
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:
@@ -232,30 +262,46 @@ def _states(gold: str, other: str, problem: str) -> bool:
         return other == digits.lower() and re.search(rf"base\W*{base}\b", with_digits(problem)) is not None
     if other in ("odd", "even"):
         return {"odd", "even"} & {*gold.split()} == {other} and DOUBTS.isdisjoint(gold.split())
+    if time := re.fullmatch(r"(\d+)(:\d\d.*)", gold):
+        is_half = re.search(r"without[^.?!]*\bp\.?m\b", problem)
+        return bool(is_half) and other.removeprefix("0") == f"{int(time[1]) % 12 or 12}{time[2]}"
+    asked = re.findall(r"[^.?!]*\b(?i:who|whom|whose|which)\b[^.?!]*", problem)
+    if not asked:
+        return False
+    if other.startswith(f"{gold} "):  # Alice has a winning strategy
+        said, known = other.removeprefix(gold).split(), {*re.findall("[A-Za-z]+", asked[-1]), *_OF_GAMES.split()}
+        return len(gold.split()) < 3 and known.issuperset(said) and _OTHERS.isdisjoint(said)
     words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
-    asks_who = re.search(r"\b(?:who|whom|whose|which)\b", problem, re.IGNORECASE)
-    return bool(asks_who) and len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
+    return len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
 
 
-def _same_choices(reference: str, other: str, problem: str) -> bool | None:
+def _same_choices(reference: str, other: str, problem: str, work: WorkLimit) -> bool | None:
     """Whether both, cleaned, name the same choices; None if the reference names none.
 
     A choice may be followed by its value: mathematics, or what the problem offers under that letter. A lower-case
     letter is a choice only if the problem, if known, offers it; a capital one always, or it may be a point or a matrix.
     """
     gold, theirs = (without_sentence(bare(text).strip()) for text in (reference, other))
-    if letter := re.fullmatch(r"\(?\s*([A-Z])\s*\)?[.:]?", gold) or _CHOICE_WITH_VALUE.fullmatch(gold):
-        led = _CHOICE.fullmatch(theirs)
+    led, letter = _CHOICE.fullmatch(theirs), _LETTER.fullmatch(gold) or _CHOICE_WITH_VALUE.fullmatch(gold)
+    options = _options(problem) if problem and (letter or led) else {}
+    if letter:
         if led is None or led[1].upper() != letter[1]:
-            return None
+            is_text = letter[1] in options and (led is None or led[1].upper() not in options)
+            return True if is_text and _agreeing(other, options, work, letter[1]) == [letter[1]] else None
         offered = re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}]", problem) if problem else letter[1] in "ABCDE"
         if led[1].islower() and not offered:
             return None
-        value = led["value"] or ""
+        value = led["value"] or led["inside"] or ""
+        if value and (alike := _agreeing(value, options, work)):
+            return letter[1] in alike
         if not value or re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}][\s}}$]*{re.escape(value)}", problem):
             return True
         has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", value)
         return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
+    if led is not None and led[1] in options:  # the letter for what the problem offers under it
+        alike = _agreeing(reference, options, work)
+        value = led["value"] or led["inside"]
+        return alike == [led[1]] and (not value or led[1] in _agreeing(value, options, work)) if alike else None
     # (A) and (C) or AC; BAD may be a word
     several = _several(gold)
     is_word = several == gold != "".join(sorted(gold))
@@ -264,6 +310,39 @@ def _same_choices(reference: str, other: str, problem: str) -> bool | None:
     if (named := _several(theirs)) is not None:
         return named == several if asks_order(problem) else sorted(named) == sorted(several)
     return False if re.search(r"\bor\b", theirs) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _options(problem: str) -> dict[str, str]:
+    """The choices that the problem lists, cleaned: `(A) 91 (B) 97`, or `"A" for an answer`."""
+    runs: list[list[re.Match[str]]] = [[]]
+    for mark in _OPTION.finditer(problem):
+        if mark[1] == "ABCDEFGHIJ"[len(runs[-1]) % 10]:
+            runs[-1].append(mark)
+        elif mark[1] == "A":
+            runs.append([mark])
+    run = max(runs, key=len)
+    if len(run) < 2:
+        return {letter: _cleaned(text) for letter, text in re.findall(r'"([A-Z])" for ([^,."]+)', problem)}
+    ends = [mark.start() for mark in run[1:]]
+    ends += [_OPTION_END.search(problem, run[-1].end()).start()]  # type: ignore[union-attr]  # there is an end
+    texts = [problem[mark.end() : end] for mark, end in zip(run, ends, strict=True)]
+    layout = r"\A\s*\}|\\(?:text|math)(?:bf|rm)?\s*\{\s*\Z|\\q?quad|\\\\|&"
+    return {mark[1]: _cleaned(re.sub(layout, " ", text)) for mark, text in zip(run, texts, strict=True)}
+
+
+def _agreeing(text: str, options: Mapping[str, str], work: WorkLimit, first: str = "") -> list[str]:
+    """The options that the text may be; none if `first` is not among them."""
+    rules, spelled, found = Rules(work=work), one_spelling(text), []
+    read = _read(text)[0] if options else None
+    for letter in sorted(options, key=lambda letter: letter != first):
+        other = _read(options[letter])[0]
+        is_same = spelled == one_spelling(options[letter])
+        if is_same or (read is not None and other is not None and equal(other, read, rules)):
+            found.append(letter)
+        elif letter == first:
+            break
+    return sorted(found)
 
 
 def _several(text: str) -> str | None:
@@ -293,7 +372,7 @@ def _read(text: str) -> tuple[Answer | None, str]:
         return None, str(error)
 
 
-def _rules(row: Mapping[str, Any], reference: str, other: str, problem: str) -> Rules:
+def _rules(row: Mapping[str, Any], reference: str, other: str, problem: str, work: WorkLimit) -> Rules:
     """The rules that the row states; if it states none, those that follow from the digits of both sides."""
     precision = row.get("precision")  # OlympiadBench's tolerances; a plain number may be a count of digits
     tolerances: tuple[Fraction, ...] = ()
@@ -306,10 +385,15 @@ def _rules(row: Mapping[str, Any], reference: str, other: str, problem: str) -> 
     # references of the OCW problems (Minerva) are rounded to the digits that are written
     is_rounded = "ocw" in str(row.get("source", "")).lower()
     (digits, place), (their_digits, their_place) = stated_digits(reference), stated_digits(other)
-    wholes = whole_letters(reference)
+    stated = {
+        "wholes": whole_letters(reference),
+        "free": whole_letters(reference, any_number=True),
+        "problem": problem,
+        "work": work,
+    }
     if tolerances or unit is not None or (is_rounded and digits):
         place = place if is_rounded else ZERO
-        return Rules(tolerances, unit, place, is_exact=False, wholes=wholes, problem=problem)
+        return Rules(tolerances, unit, place, is_exact=False, **stated)
     place = place if digits >= 3 else ZERO
     their_place = their_place * 10 ** max(their_digits - 15, 0) if their_digits >= 12 else ZERO
-    return Rules(last_place=place, their_last_place=their_place, wholes=wholes, problem=problem)
+    return Rules(last_place=place, their_last_place=their_place, **stated)

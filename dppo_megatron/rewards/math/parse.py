@@ -336,5 +336,8 @@ def _applied(name: str, inside: Node, base: Node | None = None) -> Node:
     if name in _RECIPROCALS:
         return ("/", ONE, ("f", _RECIPROCALS[name], inside))
     base = ("n", Fraction(10)) if name == "lg" else base
+    if name in ("ln", "log", "lg") and inside[:2] == ("f", "abs") and ("c", "i") not in walk(inside):
+        half = _applied(name, ("^", inside[2], ("n", Fraction(2))), base)  # of real numbers; it has no steps
+        return ("/", half, ("n", Fraction(2)))
     value = ("f", "ln" if name in ("log", "lg") else name, inside)
     return value if base is None else ("/", value, ("f", "ln", base))

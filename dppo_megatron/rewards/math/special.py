@@ -18,7 +18,7 @@ from dppo_megatron.rewards.math.units import DOUBTS, SMALL
 _IN_TEXT = regex(r"\\text\{([^{}]*)\}")
 _GROUPING = regex(r"(?<=\d),(?=\d{3}(?!\d))")
 _PUNCTUATION = regex(r"[,;!\"`]|(?<!\b[A-Za-z])'|'(?=[A-Za-z])|\.(?!\d)|(?<=[A-Za-z])\.|(?<!\d):|:(?!\d\d)")
-_CLOCK = regex(r"(0?\d|1[0-2])(?::([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
+_CLOCK = regex(r"(0?\d|1[0-2])(?:\s*:\s*([0-5]\d))?(?:\s*:\s*([0-5]\d))?\s*([AaPp])\.?\s*[Mm]\.?")
 _BASED = regex(
     r"\(?(-?[0-9A-Za-z]{0,99}[0-9][0-9A-Za-z]{0,99}(?:\.[0-9A-Za-z]+)?)\)?\s*_\s*\{?\s*(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}?\}?"
 )
@@ -55,17 +55,31 @@ for _index, _word in enumerate(["even", "odd"]):
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
     _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
     _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
+EVERY_WHOLE = answers.Words("every positive integer")
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
-_NAMED: dict[Answer, str] = {
-    answers.Intervals(()): r"\emptyset|\{ \}|\{\}|empty set|the empty set|no solution|no real solution",
-    answers.Intervals(EVERY_REAL): r"\mathbb{r}|all real number|all real|the real number",
-    Value(answers.INFINITY): "infinitely many|infinite|infinity|infinitely many solution",
-    answers.Words("does not exist"): "does not exist|dne|d n e",
-    **{answers.Words(word): word for word in ("yes", "no", "odd")},  # else they would be products of letters
+# whole answers in words or by a sign; nouns that do not change what they mean
+_NONE = r"no (?:such [a-z]+(?: [a-z]+)?|(?:real |possible |valid )?(?:solution|root|value|answer)s?)(?: exists?)?"
+_MANY = (
+    r"(?: (?:such|positive|ordered|distinct|integer|real))?(?: (?:solution|pair|triple|integer|number|value|prime)s)?"
+)
+_EACH = r"(?:the set of )?(?:all|every|any|each|the)"
+_NAMED: dict[str, Answer] = {
+    rf"\\emptyset|\\\{{ ?\\\}}|(?:the )?empty set|none|(?:there (?:is|are|exists?) )?{_NONE}": answers.Intervals(()),
+    rf"\\mathbb\{{r\}}|{_EACH} reals?(?: numbers?)?(?: [a-z])?": answers.Intervals(EVERY_REAL),
+    rf"(?:there (?:are|exist) )?infinitely many{_MANY}|infinite|infinity": Value(answers.INFINITY),
+    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": EVERY_WHOLE,
+    rf"\\mathbb\{{z\}}|{_EACH} integers?(?: [i-q])?": answers.Words("every integer"),
+    "does not exist|dne|d n e": answers.Words("does not exist"),
+    **{word: answers.Words(word) for word in ("yes", "no", "odd")},  # else they would be products of letters
 }
-_BY_NAME = {name: answer for answer, names in _NAMED.items() for name in names.split("|")}
+_BY_NAME = regex("|".join(f"({names})" for names in _NAMED))
+# yes or no with a reason
+_REASONED = regex(
+    r"(?:\\text\{\s*)?(yes|no|true|false)[\s},.;:-]*(?:\\text\{\s*)?[,.;:]?\s*(?=\(|(?:since|because)\b)(.+)",
+    re.IGNORECASE | re.DOTALL,
+)
 
-_IS_OF_A_SET = r"[a-zA-Z]\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
+_IS_OF_A_SET = r"[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # a clause after an answer that only states what its letters are; up to the next answer of a list
 _CLAUSE = regex(
     r",?\s*(?:\\text\{\s*,?\s*|\(\s*)?(?:\bfor (?:all|any|every|each|some|integers?)\b|\\forall(?![A-Za-z])"
@@ -79,6 +93,7 @@ _OF_CLAUSES = regex(r"for|where|with|\\in")
 _ARGUMENTS = regex(r"(?:(?<![A-Za-z\\])[A-Za-z]\(|_\{?)((?<=[({])[^(){}]*|[a-z])")
 _SETS = {"R": " real ", "Z": " integer ", "N": " positive integer ", "Q": " rational ", "C": " complex "}
 _SET = regex(r"\\mathbb\{(?:N\}\s*[\^_]\s*\{?\s*\*\s*\}?|([RZNQC])\}(?:\s*[\^_]\s*\{?\s*(\+|>\s*0)\s*\}?)?)|natural")
+_LETTER = regex(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _WHOLE = frozenset("ijklmnIJKLMN")
 _KINDS = frozenset(["real", "integer", "rational", "complex"])
 _EVERY = frozenset(["all", "any", "every", "each", "\\forall"])
@@ -92,8 +107,11 @@ def read_special(text: str, depth: int) -> Answer | None:
     for pattern, spelled in _SPELLED.items() if "!" not in text and (" " in plain or "|" in plain) else ():
         if found := pattern.fullmatch(plain):
             text = plain = found.expand(spelled)
-    if named := _BY_NAME.get(text.lower()) or _BY_NAME.get(plain.removeprefix("the set of ").removesuffix("s")):
-        return named
+    if named := _BY_NAME.fullmatch(plain):
+        return [*_NAMED.values()][(named.lastindex or 0) - 1]
+    if depth == 0 and (reasoned := _REASONED.fullmatch(text)):
+        reason = plain_words(re.sub("[{}]", " ", bare(reasoned[2])))
+        return answers.Words(f"{reasoned[1].lower()}: {reason}")
     if "\\mathbb" in text and (match := _HALF_LINE.fullmatch(text)):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     if ("_" in text or "base" in text) and (match := _BASED.fullmatch(bare(text)) or _BASED_WORDS.fullmatch(text)):
@@ -101,7 +119,8 @@ def read_special(text: str, depth: int) -> Answer | None:
         if 2 <= base <= 36 and all(sign in "-." or int(sign, 36) < base for sign in match[1]):
             return _based(match[1].upper(), base)
     if match := _CLOCK.fullmatch(bare(text).strip()):
-        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[3] in 'pP')}:{match[2] or '00'}")
+        seconds = f":{match[3]}" if match[3] else ""
+        return answers.Words(f"{int(match[1]) % 12 + 12 * (match[4] in 'pP')}:{match[2] or '00'}{seconds}")
     if "mod" in text and (match := _CONGRUENCE.fullmatch(text)):
         if (match["number"] or " ") > " ":  # 2^{100} is 5 modulo 7
             return Value(("n", Fraction(match["residues"])))
@@ -188,7 +207,7 @@ def without_clauses(text: str, gold: str | None = None) -> str:
 
 
 def _adds_nothing(clause: str, stated: set[str]) -> bool:
-    words, letters = _domain(clause), _letters(clause)
+    words, letters = _domain(clause), set(_LETTER.findall(clause)) - set("aCNQRZ")
     if "some" in words - stated and letters & set("tuvwxyz"):
         return False
     if stated:
@@ -200,15 +219,13 @@ def _adds_nothing(clause: str, stated: set[str]) -> bool:
     return words - _NEUTRAL <= allowed
 
 
-def whole_letters(text: str) -> frozenset[str]:
-    """The letters that a clause calls integers, without the arguments of functions and sequences: f(k) = k + 1."""
+def whole_letters(text: str, *, any_number: bool = False) -> frozenset[str]:
+    """The letters that a clause calls integers, or with `any_number` all letters in clauses; without the arguments of
+    functions and sequences: f(k) = k + 1."""
     clauses = [found[0] for found in _CLAUSE.finditer(text)] if _OF_CLAUSES.search(text) else []
-    letters = (_letters(part) for part in clauses if _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    parts = (part for part in clauses if any_number or _domain(part) - (_NEUTRAL - _EVERY) == {"integer"})
+    letters = (set(_LETTER.findall(part)) - (set() if any_number else {"a"}) - set("CNQRZ") for part in parts)
     return frozenset().union(*letters) - set("".join(_ARGUMENTS.findall(text))) if clauses else frozenset()
-
-
-def _letters(clause: str) -> set[str]:
-    return set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", clause)) - set("aCNQRZ")
 
 
 def _domain(clause: str) -> set[str]:

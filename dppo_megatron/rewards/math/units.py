@@ -131,6 +131,7 @@ length: 1 m* meter* metre* 381/1250 ft foot feet 127/5000 in inch inches 1143/12
 length: 1/10000000000 angstrom 149597870700 au 9460730472580800 ly
 time: 1 s* sec secs second* 60 min mins minute 3600 h hr hrs hour 86400 day days 604800 week
 mass: 1 g* gm gram* 45359237/100000 lb lbs pound 45359237/1600000 oz ounce 1000000 tonne
+mole,length^-3: 1000 M molar 1 mM millimolar
 length^3: 1/1000 l* L* liter* litre* 473176473/125000000000 gal gallon
 length^3: 473176473/500000000000 qt quart 473176473/1000000000000 pt pint
 mass,length,time^-2: 1000 N* newton* 1000000 kn 1/100 dyn dyne
@@ -140,7 +141,7 @@ mass,length^2,time^-3: 1000 W* w watt*
 time^-1: 1 Hz* hertz*
 T: 1 T* tesla* 1/10000 gauss
 bytes: 1 byte* 1000 kB KB 1000000 MB 1000000000 GB 1000000000000 TB
-money: 1 usd buck dollar 1/100 cent 1/20 nickel 1/10 dime
+money: 1 usd buck dollar 1/100 cent penny pennies 1/20 nickel 1/10 dime
 sterling: 1 gbp quid 1/100 pence
 angle: 1 deg degree
 """
@@ -185,7 +186,9 @@ _IN_ALL = regex(
 _COUNTED = regex(r"[a-z]+[^isu]s|[a-z]{3,}i|(?:wo)?men|(?:grand)?children|people|feet|teeth|mice|fish|sheep")
 _COUNTS = frozenset(["integers", "numbers", "ways", "values", "solutions", "times", "pairs"])
 _FACTOR = regex(r"[\s*-]*(?P<name>[A-Za-z%]+)\.?(?:\s*\^\s*(?P<power>-?\s*\d))?(?![A-Za-z^])\s*")
-_POWERS = {  # square metres and metres squared are metres^2
+_POWERS = {
+    regex(r"\blight[- ]?years?\b"): "ly",
+    # square metres and metres squared are metres^2
     regex(r"\b(?:square|sq\.?)\s+([A-Za-z]+)|\s*\bsquared\b"): r"\1^2",
     regex(r"\b(?:cubic|cu\.?)\s+([A-Za-z]+)|\s*\bcubed\b"): r"\1^3",
 }

@@ -1,0 +1,226 @@
+"""Answers that are compared as wholes: choices by letter or text, letters that the problem asks for, progressions,
+pieces; and sentences beside or for an answer. None is taken from a data set."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from support.math_cases import Case, case, check
+
+from dppo_megatron.rewards.math.grader import grade_math
+from tests.support.cases import Choose
+
+TAN = {"problem": r"Solve $\tan x = 1$."}
+WINS = {"problem": "Alice and Bob take stones in turn. Who has a winning strategy, if both play well?"}
+FAR = {"problem": "It is a star. How far away is it, in parsecs?"}
+MOLAR = {"problem": "Find the molar solubility of the salt."}
+CURVE = {"problem": 'Which curve is it? Enter "C" for circle, "P" for parabola, and "N" for none of the above.'}
+PARITY = r"\begin{cases} \frac{n}{2} & n \text{ even} \\ \frac{n+1}{2} & n \text{ odd} \end{cases}"
+CASES = [
+    case(
+        r"\text{Yes}",
+        [r"\text{Yes, since } 2047 = 23 \cdot 89", r"\text{Yes, because it is not prime}", r"\text{yes (by Fermat)}"],
+        [
+            r"\text{Yes (maybe)}",
+            r"\text{Yes, since no, wait}",
+            r"\text{No, since } 3 = 3",
+            r"\text{Yes, but only if } n>2",
+            r"\text{Yes (no)}",
+            r"\text{Yes, because I guess}",
+        ],
+    ),
+    case(
+        r"\text{False}",
+        [r"\text{False (Weierstrass function)}", r"\text{False, since } f(0)=1", r"\text{false}"],
+        [r"\text{True (Weierstrass function)}", r"\text{False or true}", r"\text{False (true)}"],
+    ),
+    case(r"\text{No}", [r"\text{No, since } 7 \text{ is prime}"], [r"\text{no solution}", r"\text{No, wait, yes}"]),
+    case(
+        r"\text{March 14}",
+        [r"\text{Mar. 14}", r"\text{14 Mar}", r"\text{On March 14th}"],
+        [r"\text{May 14}", r"\text{Mar. 15}", r"\text{March or 14}"],
+    ),
+    case(
+        r"\text{Tuesday}",
+        [r"\text{On Tuesday}", r"\text{on a Tuesday}"],
+        [r"\text{Thu.}", r"\text{not on Tuesday}", r"\text{On Tuesday or Friday}"],
+    ),
+    case(
+        r"\text{Alice}",
+        [r"\text{Alice has a winning strategy}", r"\text{Alice wins}", r"\text{Alice will always win}"],
+        [
+            r"\text{Alice loses}",
+            r"\text{Bob wins}",
+            r"\text{Alice or Bob has a winning strategy}",
+            r"\text{Alice has no winning strategy}",
+            r"\text{Alice wins Bob wins}",
+        ],
+        WINS,
+    ),
+    case(
+        r"\text{no solution}",
+        [r"\text{none}", r"\text{There are no solutions.}", r"\text{No such integer exists}", r"\emptyset"],
+        [r"\text{no}", r"\text{There is one solution}", "0", r"\text{no negative solutions}"],
+    ),
+    case(
+        r"\text{infinitely many}",
+        [r"\text{There are infinitely many solutions}", r"\text{infinitely many such pairs}", r"\infty"],
+        [r"\text{not infinitely many}", r"\text{many solutions}", r"\text{finitely many}"],
+    ),
+    case(
+        r"\text{all positive integers } n",
+        [r"\text{every positive integer}", r"n \ge 1", r"\mathbb{Z}^+", r"\text{all natural numbers}"],
+        [r"\text{every integer}", r"n \ge 2", r"\text{every odd positive integer}", r"\mathbb{Z}"],
+    ),
+    case(r"\mathbb{Z}", [r"\text{all integers}"], [r"\mathbb{N}", r"\mathbb{R}", r"\text{all real numbers}"]),
+    case(
+        r"\mathbb{R}\setminus\{-4,-2\}",
+        [r"\text{All real numbers except } x=-2 \text{ and } x=-4", r"\text{all real } x \text{ except } -2, -4"],
+        [r"\text{All real numbers except } x=-2", r"\text{All real numbers}"],
+    ),
+    case("4", ["AD^2 = 4"], ["AD = 4^2", "AD^2 = 5 = 4"], {"problem": "Find the value of $AD^2.$"}),
+    case("4", ["AD = 4"], ["AD^2 = 4"], {"problem": "Let $AD^2 = x$. Find $AD$."}),
+    case(r"\frac13", [r"\text{P(red)} = \frac26 = \frac13"], [r"\text{P(red)} = \frac25 = \frac13"]),
+    case("100p^{1/2}", ["y^s(p) = 100p^{1/2}"], ["y^s(p) = 100p"]),
+    case("100", [r"100 \text{ pc}", r"100\text{ parsecs}"], [r"100 \text{ light-years}", r"100\text{ leagues}"], FAR),
+    case("8", [r"8 \text{ full hours}", r"8\text{ hrs}"], [r"8 \text{ shifts}"], {"problem": "How many hours is it?"}),
+    case(r"4 \text{ ly}", [r"4 \text{ light-years}", r"4 \text{ light years}"], [r"4 \text{ years}"]),
+    case("8.49e-4", [r"8.49 \times 10^{-4} \text{ M}"], [r"8.49 \times 10^{-4} \text{ mol/mL}s"], MOLAR),
+    case("5", [], [r"5 \text{ M}"], {"problem": "How many people live there?"}),
+    case(r"\text{(P)}", [r"\text{P (parabola)}", r"\text{parabola}"], [r"\text{P (circle)}", r"\text{circle}"], CURVE),
+    case("n!", [r"n(n-1)(n-2)\cdots 2 \cdot 1", r"1\cdot 2\cdots n"], [r"n(n-1)\cdots 3", r"(n-1)(n-2)\cdots 1"]),
+    case(
+        r"\ln|x-1| - \ln|x+1| + C",
+        [r"\ln\left|\frac{x-1}{x+1}\right| + C", r"\ln|1-x| - \ln|1+x| + C"],
+        [r"\ln\left|\frac{x+1}{x-1}\right| + C", r"\ln(x-1) - \ln(x+1) + C"],
+    ),
+    case(
+        r"f(x) = ax \text{ for some } a \in \mathbb{R}",
+        [r"f(x) = kx \text{ where } k \text{ is an arbitrary real constant}", r"f(x) = cx,\ c \in \mathbb{R}"],
+        ["f(x) = 2x", "f(x) = c", r"f(x) = a^2x", r"f(x) = cx + 1,\ c \in \mathbb{R}"],
+    ),
+    case(
+        r"f(x) = ax+b \text{ for some } a, b \in \mathbb{R}",
+        [r"f(x) = mx+c \text{ for some } m, c"],
+        ["f(x) = mx+m", "f(x)=mx"],
+    ),
+    case(
+        r"x = \frac{\pi}{4} + n\pi, n \in \mathbb{Z}",
+        [
+            r"\left\{\frac{(4n+1)\pi}{4} : n \in \mathbb{Z}\right\}",
+            r"\{x \in \mathbb{R} \mid x = \frac{\pi}{4}+k\pi, k \in \mathbb{Z}\}",
+            r"\frac{5\pi}{4} - n\pi",
+        ],
+        [r"\{\frac{\pi}{4}+n\pi : n \in \mathbb{N}\}", r"y = \frac{5\pi}{4}+n\pi", r"\frac{5\pi}{4} + n^2\pi"],
+        TAN,
+    ),
+    case(
+        r"x = \frac{\pi}{6} + 2k\pi \text{ or } x = \frac{5\pi}{6} + 2k\pi, k \in \mathbb{Z}",
+        [r"x = (-1)^n \frac{\pi}{6} + n\pi,\ n\in\mathbb{Z}"],
+        [r"x = (-1)^{n+1} \frac{\pi}{6} + n\pi,\ n\in\mathbb{Z}", r"x = (-1)^n \frac{\pi}{6} + 2n\pi"],
+        {"problem": r"Solve $2\sin x = 1$."},
+    ),
+    case(
+        rf"f(n) = {PARITY}",
+        [r"\lfloor \frac{n+1}{2} \rfloor", r"\lceil n/2 \rceil", r"\frac{2n+1-(-1)^n}{4}", PARITY],
+        [r"\lfloor \frac{n}{2} \rfloor", r"\frac n2", r"\lfloor \frac{n+2}{2} \rfloor"],
+    ),
+    case(r"\lceil \frac n2 \rceil", [PARITY], [r"\begin{cases} \frac{n}{2} & n \text{ even} \end{cases}"]),
+    case(r"4:51:06 \text{ p.m.}", ["4:51:06 PM"], [r"4:51:06 \text{ a.m.}", "04:51:06", "4:51:07 PM"]),
+    case("4:51 PM", ["04:51", "4:51"], ["4:52", "5:51"], {"problem": 'Write the time without "am" or "pm".'}),
+]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases[0][0][:40])
+def test_answers(cases: list[Case]) -> None:
+    """What is right is 1, what is not 0."""
+    check(cases)
+
+
+def reward(answer: str, gold: str, problem: str) -> float:
+    """The grade of an answer in a box."""
+    return grade_math(f"\\boxed{{{answer}}}", gold, {"problem": problem}).reward
+
+
+OPTIONS = ["97", r"\frac{3}{7}", r"\sqrt{5}", "-4", "x^2+1", "(1, 2)", r"\text{ellipse}", r"6\pi", "0.25", r"\frac12"]
+MARKS = ["({}) ${}$", "{}. ${}$", "{}) ${}$", r"$\textbf{{({})}}\ {}\qquad$"]
+
+
+def test_a_choice_is_its_letter_or_its_text(cases: Choose) -> None:
+    """Whichever of the two the reference is; a letter beside the text of another one is wrong."""
+    for seed in cases("choices", 150):
+        drawn = random.Random(seed)
+        texts, mark, num = drawn.sample(OPTIONS, 4), drawn.choice(MARKS), drawn.randrange(4)
+        problem = "Which is it? " + " ".join(mark.format(name, text) for name, text in zip("ABCD", texts, strict=True))
+        for gold in ("ABCD"[num], texts[num]):
+            for at, (name, text) in enumerate(zip("ABCD", texts, strict=True)):
+                other = texts[(at + 1) % 4]
+                for answer in (name, f"({name})", text, f"({name}) {text}"):
+                    assert reward(answer, gold, problem) == float(at == num), (problem, gold, answer)
+                for answer in (f"({name}) {other}", rf"{text} \text{{ or }} {other}", f"{text}, {other}"):
+                    assert reward(answer, gold, problem) == 0.0, (problem, gold, answer)
+
+
+def test_named_letters_are_in_the_order_that_is_asked(cases: Choose) -> None:
+    """A reference without letters has their values in the order in which the problem asks for them."""
+    for seed in cases("letters asked", 150):
+        drawn = random.Random(seed)
+        names = drawn.sample(["a", "b", "c", "k", "m", "n", "p", "q"], drawn.choice((2, 3)))
+        values = [str(value) for value in drawn.sample(range(-9, 30), len(names))]
+        asked = drawn.choice(["${}$", "the numbers ${}$"]).format("$, $".join(names[:-1])) + f" and ${names[-1]}$"
+        problem = f"The curve has two letters. Find {asked}."
+        for order in itertools.permutations(values):
+            pairs = [f"{name} = {value}" for name, value in zip(names, order, strict=True)]
+            drawn.shuffle(pairs)
+            assert reward(", ".join(pairs), ", ".join(values), problem) == float([*order] == values), (problem, pairs)
+
+
+def test_progressions_are_sets_of_numbers(cases: Choose) -> None:
+    """Split into several, shifted by whole periods and with another letter they are the same; with one more, one less
+    or another start they are not."""
+    for seed in cases("progressions", 100):
+        drawn = random.Random(seed)
+        unit = drawn.choice(["", r"\pi", r"\sqrt{2}"])
+        step, parts = drawn.randrange(2, 7), drawn.randrange(1, 4)
+        starts = drawn.sample(range(step), drawn.randrange(1, 3))
+        write = r"x = \frac{{{}{unit}}}{{5}} + \frac{{{}{letter}{unit}}}{{5}}"
+
+        def spelled(members: list[tuple[int, int]], letter: str, write: str = write, unit: str = unit) -> str:
+            items = [write.format(start, by, unit=unit, letter=letter) for start, by in members]
+            return r" \text{ or } ".join(items) + rf", {letter} \in \mathbb{{Z}}"
+
+        gold = spelled([(start, step) for start in starts], "n")
+        split = [
+            (start + step * (part + parts * drawn.randrange(-3, 4)), step * parts)
+            for start in starts
+            for part in range(parts)
+        ]
+        drawn.shuffle(split)
+        assert reward(spelled(split, drawn.choice("nkm")), gold, "Solve it.") == 1.0, (gold, split)
+        (first, by), *others = split
+        wrong = [[(2 * first + 1, 2 * by), *((2 * a, 2 * b) for a, b in others)], [(first, 2 * by), *others], others]
+        for members in wrong[: 2 + bool(others)]:
+            assert reward(spelled(members, "k"), gold, "Solve it.") == 0.0, (gold, members)
+
+
+def test_pieces_are_a_function(cases: Choose) -> None:
+    """Cut at more points, also one that is a piece of its own, it is the same."""
+    for seed in cases("pieces", 100):
+        drawn = random.Random(seed)
+        at, slope, other = drawn.randrange(-5, 6), drawn.randrange(1, 6), drawn.randrange(-6, 0)
+        left, right = f"{slope}(x-({at}))+1", f"{other}(x-({at}))+1"  # both are 1 there
+        gold = rf"f(x) = \begin{{cases}} {left} & x < {at} \\ {right} & x \ge {at} \end{{cases}}"
+        cut = at + drawn.randrange(1, 9)
+        rows = [f"{left} & x < {at}", f"{right} & {at} \\le x \\le {cut}", f"{right} & x > {cut}"]
+        point = [f"{left} & x < {at}", f"1 & x = {at}", f"{right} & x > {at}"]
+        wrong = [
+            rows[:2],
+            [*point[:1], f"2 & x = {at}", *point[2:]],
+            [point[0], point[2]],
+            [f"{left} & x \\le {cut}", rows[2]],
+        ]
+        for reward_, table in ((1.0, rows), (1.0, point), *((0.0, table) for table in wrong)):
+            answer = r"\begin{cases} " + r" \\ ".join(table) + r" \end{cases}"
+            assert reward(answer, gold, "Write $f$ in pieces.") == reward_, (gold, answer)
