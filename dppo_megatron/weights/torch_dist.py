@@ -116,13 +116,16 @@ class TorchDistReader:
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
         self._directory, self._reader = Path(directory), FileSystemReader(directory)
         metadata = read_metadata(self._directory)
-        stored = {
+        tensors = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
+            if isinstance(value, TensorStorageMetadata) and not key.startswith(_NOT_MODEL)
         }
-        tensors = {key: value for key, value in stored.items() if not key.startswith(_NOT_MODEL)}
-        self.left_out = {key for key in stored if key.startswith(_MTP)}
+        self.left_out = [
+            key
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata) and key.startswith(_MTP)
+        ]
         has_adapters = any(key.endswith(".lora_a") for key in tensors)
         run = _run_config(self._directory) if has_adapters else Config()
         self._architecture = architecture = replace(architecture, lora=None).with_adapters(run.actor.lora)

@@ -183,12 +183,12 @@ def _read_sets(text: str, depth: int) -> Answer | None:
     if len(sets) == 1:
         found = read_answer(sets[0], depth + 1)
         rows = [item for item in found.items if isinstance(item, AnswerList)] if isinstance(found, AnswerList) else []
-        bare = re.sub(r"\s", "", name)
-        letters = bare[1:-1].split(",") if bare.startswith("(") and _NAME.fullmatch(bare) else []
+        short = re.sub(r"\s", "", name)
+        letters = short[1:-1].split(",") if short.startswith("(") and _NAME.fullmatch(short) else []
         if rows and {len(row.items) for row in rows} == {len(letters), len(set(letters))}:  # (x, y) in a set of points
-            return answers.Named(bare, found)
+            return answers.Named(short, found)
         parse(name)  # raises for x \\not, and for other names of coordinates
-        name = bare
+        name = short
         if isinstance(found, AnswerList) and found.kind == "tuple" and len(found.items) == 2 and len(name) == 1:
             found = _union([found])  # x in (1, 2)
         return replace(found, name=name) if isinstance(found, answers.Intervals) else found
