@@ -310,7 +310,8 @@ def test_run_directory(files: Path, finished: Path) -> None:
     """What other tools read is there, complete and consistent."""
     rows = read_metrics(finished, with_time=True)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    figures = {"completion_tokens_mean", "failed", "truncated_share", "pass@1", "pass@1_se", "avg@1", "avg@1_se"}
+    figures = {"completion_tokens_mean", "failed", "truncated_share", "reward_mean"}
+    figures |= {"pass@1", "pass@1_se", "avg@1", "avg@1_se"}
     assert set(rows[0]) == {"step", "eval/problems"} | {f"eval/heldout/{name}" for name in figures}
     assert np.mean(rows[0]["eval/problems"]["heldout"]) == pytest.approx(rows[0]["eval/heldout/pass@1"])
     for row in rows[1:]:

@@ -193,8 +193,10 @@ def _attention(one: Pass) -> Saved:
         else:
             saved["queries before their norm"] = copied * each
             saved["keys before their norm"] = keys * each if one.kernels == "te" else 0.0
-    if one.gathers:  # keys and values of all context-parallel ranks
-        saved["gathered queries, keys, values"] = (queries + 2 * keys * one.degrees.context) * each * one.padding
+    if one.gathers:  # keys and values of all context-parallel ranks, then repeated for each query head
+        context = one.degrees.context
+        gathered = 2 * context * (queries if context > 1 else keys)
+        saved["gathered queries, keys, values"] = (queries + gathered) * each * one.padding
         saved["gathered output"] = queries * each * one.padding
     else:
         saved["rotated queries and keys"] = (queries + keys) * each
