@@ -7,8 +7,10 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +102,8 @@ def sample_until(typists: dict[str, Typist], most: int) -> None:
     for one in typists.values():
         one.most = most
     expected = sum(min(most, len(whole(one.id, LIMIT)[0])) for one in requests(2))
-    while most < LIMIT and sum(who.startswith("2-") for one in typists.values() for who, _ in one.sampled) < expected:
+    # copied, as their thread adds to it meanwhile
+    while most < LIMIT and sum(who.startswith("2-") for it in typists.values() for who, _ in [*it.sampled]) < expected:
         time.sleep(0.01)
 
 
@@ -486,22 +489,22 @@ def test_a_run_that_ends_with_requests_in_flight(
         "rollout__sync__in_flight": in_flight,
     }
     run_whole(files, tmp_path / "whole", ranks, values)
-    for one in typists.values():
-        one.sampled.clear()
     is_signalled = isinstance(end, _Signal)
     assert run_killed(files, tmp_path / "run", ranks, values, end) != is_signalled
     last = 2 + is_signalled
     state = read_state(tmp_path / "run" / "checkpoints" / step_name(last) / "loop.pt")["loop"]["loop"]["in_flight"]
     assert list(state) == list(range(last + 1, last + 1 + ahead)) and state[last + 1]["places"]
-    names = {name for one in typists.values() for name, _ in one.sampled}
     for one in typists.values():
-        one.sampled.clear()
+        one.sampled = Counter()
     run_whole(files, tmp_path / "run", ranks, values)
+    traced = {row["step"]: row for row in record(tmp_path / "run", versions=True)[1]}
     for step, kept in state.items():
-        again = [name for one in typists.values() for name, _ in one.sampled.elements() if name.startswith(f"{step}-")]
-        names |= set(again)
-        asked = [len(whole(name, LIMIT)[0]) for name in names if name.startswith(f"{step}-")]
-        assert len(asked) == 16 and len(again) == sum(asked) - sum(kept["lengths"])
+        names = [[f"{step}-{prompt}-{position}" for position in range(4)] for prompt in traced[step]["prompts"]]
+        places = (names[group][position] for group, position in kept["places"])
+        had = dict(zip(places, kept["lengths"], strict=True))
+        again = [at for one in typists.values() for at in one.sampled.elements() if at[0].startswith(f"{step}-")]
+        rests = {name: range(had.get(name, 0), len(whole(name, LIMIT)[0])) for name in chain.from_iterable(names)}
+        assert len(rests) == 16 and sorted(again) == sorted((name, token) for name in rests for token in rests[name])
     is_exact = in_flight == "finish"
     for mine, theirs in zip(*(record(tmp_path / name, versions=is_exact) for name in ("run", "whole")), strict=True):
         assert mine == theirs

@@ -36,7 +36,8 @@ class Typist:
     limit: int
     tick_s: float = 0.01
     sampled: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """(completion, token) -> how often it was sampled."""
+    """(completion, token) -> how often it was sampled. A request counts in the one that was here when it came, so that
+    those of a killed run, which nobody ends, are not in another one that is put here for the next run."""
     seeds: dict[int, str] = field(default_factory=dict)
     most: int = 1 << 30
     """Tokens of a completion, beyond which it samples no more until this is raised."""
@@ -70,12 +71,12 @@ class Typist:
             answers.append(mine | {"id": rid, "versions": []})
         self.typing += 1
         try:
-            await self._type(answers)
+            await self._type(answers, self.sampled)
         finally:
             self.typing -= 1
         await asked.reply(json.dumps(_vllm(body, answers) if "token_ids" in body else _sglang(answers)))
 
-    async def _type(self, answers: list[dict[str, Any]]) -> None:
+    async def _type(self, answers: list[dict[str, Any]], sampled: Counter[tuple[str, int]]) -> None:
         while going := [one for one in answers if one["done"] + len(one["versions"]) < len(one["tokens"])]:
             await asyncio.sleep(self.tick_s)
             if self.stubs.dead.get(self.name):
@@ -87,7 +88,7 @@ class Typist:
                     continue
                 if one["done"] + len(one["versions"]) >= self.most:
                     continue
-                self.sampled[one["name"], one["done"] + len(one["versions"])] += 1
+                sampled[one["name"], one["done"] + len(one["versions"])] += 1
                 one["versions"].append(self.stubs.versions.get(self.name, "1"))
 
 
