@@ -130,6 +130,68 @@ CASES = [
     case(r"\lceil \frac n2 \rceil", [PARITY], [r"\begin{cases} \frac{n}{2} & n \text{ even} \end{cases}"]),
     case(r"4:51:06 \text{ p.m.}", ["4:51:06 PM"], [r"4:51:06 \text{ a.m.}", "04:51:06", "4:51:07 PM"]),
     case("4:51 PM", ["04:51", "4:51"], ["4:52", "5:51"], {"problem": 'Write the time without "am" or "pm".'}),
+    # a letter times a power of a number; without a letter in the power it may be an index
+    case("n2^{n-1}", [r"\frac{n\cdot2^n}{2}", "2^{n-1}n", "n 2^n/2"], ["n2^{n}", "2^{n-1}", "n3^{n-1}"]),
+    case("(n-2)2^n+1", ["1+n2^n-2^{n+1}"], ["1+n2^n-2^n", "1+n_2^n-2^{n+1}"]),
+    case("8x", ["x*2^3"], ["x2^3", "x8", "x_8"]),
+    # functions as they are called elsewhere
+    case(
+        r"\frac{\tan x}{\cot y}",
+        [r"\tg x\tg y", r"\frac{\operatorname{tg} x}{\operatorname{ctg} y}", r"\frac{\tg x}{\ctg y}"],
+        [r"\tg x\ctg y", r"\frac{\th x}{\ctg y}"],
+    ),
+    case(r"\arccos\frac13", [r"\operatorname{arctg} 2\sqrt2", r"\arctg(2\sqrt2)"], [r"\operatorname{tg} 2\sqrt2"]),
+    case(r"\sinh x", [r"\sh x", r"\operatorname{sh} x", r"\frac{e^x-e^{-x}}2"], [r"\ch x", r"\operatorname{ch} x"]),
+    case(r"\theta\chi", [r"\chi\theta"], [r"\th\ch", r"\theta"]),  # which begin as \th and \ch do
+    # semicolons between coordinates; letters that share a value
+    case("(1,1,1)", ["(x;y;z)=(1;1;1)", "x=y=z=1"], ["(x;y;z)=(1;1;2)", "x=y=z=2", "x=y=1"]),
+    case("(3,2)", [r"V(3;\,2)", "(x;y)=(3;2)"], ["V(2;3)", "x=y=3"]),
+    case("x=y=z=1", ["(1,1,1)"], ["(1,1,2)", "(1,1)"]),
+    case("-2,-2", ["a=b=-2", "a=-2, b=-2"], ["a=b=2", "a=b=c=-2"], {"problem": "Determine $a$ and $b$."}),
+    case("5", ["x=y=5"], ["x=y=4"]),
+    # the order of what the problem names
+    case(
+        "2, 3",
+        [r"\text{median}=2, \text{mean}=3", r"\text{mean}=3, \text{median}=2", r"\text{Mean: }3, \text{Median: }2"],
+        ["3, 2", r"\text{median}=3, \text{mean}=2", r"\text{mean}=2, \text{median}=3"],
+        {"problem": "Find the median and the mean of $1,2,2,7$, in that order."},
+    ),
+    case(
+        "2, 3, 9",
+        ["f(16)=3, f(6)=2, f(72)=9", "f(6)=2, f(16)=3, f(72)=9"],
+        ["9, 3, 2", "3, 2, 9", "f(16)=2, f(6)=3, f(72)=9"],
+        {"problem": "For all $n$ it is known. Compute $f(6), f(16)$, and $f(72)$."},
+    ),
+    case("2, 3", [], ["3, 2"], {"problem": "What are the mass and the charge of it, respectively?"}),
+    case("2, 3", ["3, 2"], [], {"problem": "Find the roots if $a$ and $b$ are 5 and 6, respectively."}),
+    case("2, 3", ["3, 2"], [], {"problem": "Find all $x$ for which $f(1)$ and $f(2)$ vanish with $x$."}),
+    case(
+        r"\text{Tea, Milk, Water}",
+        [r"\text{Tea, Milk and Water}"],
+        [r"\text{Milk, Tea, Water}"],
+        {"problem": "List the drinks from most popular to least popular."},
+    ),
+    *(
+        case(
+            "60",
+            [r"60\text{ km/h}", r"60\text{ kilometers per hour}", "60 km/h", r"\frac{50}{3}\text{ m/s}"],
+            [r"60\text{ m/s}", r"60\text{ km}", r"60\text{ hours}", r"60\text{ mph}"],
+            {"problem": f"It drives 150 km in 2.5 hours. What is its speed in {unit}?"},
+        )
+        for unit in ("km/h", "kilometers per hour")
+    ),
+    case("0<x<1", [r"x>0\ \wedge\ x<1", r"0<x \land x<1"], [r"x>0 \land x<2", r"x>0 \vee x<1"]),
+    case(r"p \wedge q", [r"p\land q"], [r"p \vee q", "p, q"]),
+    case(
+        r"\begin{pmatrix}3&-1\\-5&2\end{pmatrix}",
+        [r"A^{-1}=\begin{bmatrix}3&-1\\-5&2\end{bmatrix}"],
+        [r"A^{-1}=\begin{bmatrix}3&1\\-5&2\end{bmatrix}"],
+    ),
+    case(
+        r"A=\begin{pmatrix}3&4\end{pmatrix}",
+        [r"\begin{pmatrix}3&4\end{pmatrix}"],
+        [r"A^{-1}=\begin{pmatrix}3&4\end{pmatrix}"],
+    ),
 ]
 
 
@@ -137,6 +199,12 @@ CASES = [
 def test_answers(cases: list[Case]) -> None:
     """What is right is 1, what is not 0."""
     check(cases)
+
+
+def test_a_bold_label_is_no_part_of_the_answer() -> None:
+    for label in (r"$$\textbf{Answer: } 90$$", r"$$\text{Answer:} 90$$", r"\textbf{The answer is:} 90"):
+        assert [grade_math(f"We obtain {label}", gold, {}).reward for gold in ("90", "91")] == [1.0, 0.0], label
+    assert grade_math(r"We obtain $$\textbf{Answer: } 90$$ or less", "90", {}).reward == 0.0
 
 
 def reward(answer: str, gold: str, problem: str) -> float:

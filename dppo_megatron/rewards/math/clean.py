@@ -66,6 +66,7 @@ _SPELLINGS = {
 _MACROS = {name: spelling for spelling, names in _SPELLINGS.items() for name in names.split()}
 _RENAMED = (
     "dollars: textdollar dollar; gbp: pounds; euros: euro; le: leqslant leqq leq; ge: geqslant geqq geq; ne: neq"
+    "; wedge: land; vee: lor; sinh: sh; cosh: ch; tanh: th"
     "; emptyset: varnothing empty; cup: sqcup cupdot bigcup; setminus: backslash; ldots: dots cdots dotsb dotsc"
     "; degree: degrees textcirc textdegree; mapsto: longmapsto; overline: bar; hat: widehat; vec: overrightarrow"
 )
@@ -84,8 +85,11 @@ _ESCAPED_TWICE = regex(  # through JSON, for example
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|pi|text|left|right|cdot|times|infty|circ|boxed|sin|cos|tan|log|lg|ln|pm|leq?|geq?"
     r"|neq?|in|infty|cup|mathbb|theta|alpha)\b|(?:[dtc]?frac|sqrt|cdot|times)[\d{])"
 )
-# pairs: a sign of several characters, and its spelling here
-_WRITTEN = r"<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} : {-} -".split()  # noqa: SIM905
+# pairs: a sign of several characters, or a function in other countries, and its spelling here
+_WRITTEN = r"""
+<= \le =< \le >= \ge => \ge != \ne /= \ne == = ** ^ \% % \| | ... \ldots {.} . {:} : {-} -
+\arctg \arctan \ctg \cot \tg \tan \text{sh} \sinh \text{ch} \cosh
+""".split()  # noqa: SIM905
 # patterns and their replacements; before ` : `, what a text that is searched for the pattern has to contain
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*|(?<=\d)\{\}": "",
@@ -136,8 +140,8 @@ _RULES = {
     r"\in : (?<![A-Za-z\\])([a-z]\s*\\in\s*)([ZNRQ])(?![A-Za-z])": r"\1\\mathbb{\2}",
     r"C : (?<![\w\\])(?<!\), )(?<!\),)(?<!\) and )C\s*\(([^(),]{1,60}),([^(),]{1,60})\)": r"\\binom{\1}{\2}",
     rf"C : (?<![\w\\])C\s*_\s*{_TOTAL}\s*\^\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
-    rf"\\(?:{_FONT}|{_TEXT}(?!\s*\{{\s*(?:sec|max|min)))\s*\{{\s*((?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|lg|ln|exp|cis"
-    r"|lcm|gcd|max|min)\s*\}": r"\\\1 ",
+    rf"\\(?:{_FONT}|{_TEXT}(?!\s*\{{\s*(?:sec|max|min)))\s*\{{\s*((?:arc)?(?:sin|cos|tan|tg)|(?:sin|cos|tan)h|ctg|cot"
+    r"|sec|csc|log|lg|ln|exp|cis|lcm|gcd|max|min)\s*\}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
     # cm^{2} inside \text, and a fraction of two units
     r"\text : \\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",

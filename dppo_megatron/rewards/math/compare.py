@@ -28,17 +28,32 @@ _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z|_\\?(?:min|max)\Z")
 _FIGURE = regex(r"(?:\\angle|\\overline)?\|?([A-Z]{1,4})\|?")
 _LABEL = regex(r"([A-Za-z]{3,}):?")
-_SYMBOL = regex(r"[A-Za-z]|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
+_SYMBOL = regex(r"[A-Za-z]|[A-Z]\^-1|[a-z][A-Za-z]{1,2}|.*_.*|.*\\.*|.*:")
 _PARAMETERS = frozenset("ckmnstuvwxyz")
 _IN_MATHS = regex(
     r"(?<!\\)\$[^$]*\$|\\[(\[].*?\\[)\]]|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\S*[\d=+*/^_()<>-]\S*", re.DOTALL
 )
 _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the problem
     r"(?:\A|[.?!:;(,]\s*|\band |[Pp]lease )(?i:list|give|express|write|enter|arrange|order|rank|sort|what are)\b"
-    r"[^.?!]{0,300}\b(?:from (?:the )?\w+st to"
+    r"[^.?!]{0,300}\b(?:from (?:the )?(?:\w+st|(?:mo|lea)st \w+) to"
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
-asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
+_AS_NAMED = regex(  # the median and the mean, in that order; f(6), f(16), and f(72)
+    r"\bin that order|, respectively(?= *[.?])|(?<!\w)([A-Za-z]\()-?\d+\)\$?,? (?:and )?\$?\1-?\d+\)(?=[\s$,.?])"
+)
+_ASKS_FOR = regex(
+    r"\b(?i:find|compute|determine|evaluate|calculate|what (?:is|are))\b"
+    r"(?:(?!\b(?:if|where|when|whose|which|such|that|with|given)\b)[^.?!])*\Z"
+)
+
+
+@functools.lru_cache(maxsize=64)
+def _asks_named(problem: str) -> bool:
+    ends = [found.start() for found in _AS_NAMED.finditer(problem)]
+    return any(_ASKS_FOR.search(problem, max(0, end - 300), end) for end in ends[-9:])
+
+
+asks_order = functools.lru_cache(maxsize=64)(lambda problem: bool(_IN_ORDER.search(problem)) or _asks_named(problem))
 _DAYS = "monday tuesday wednesday thursday friday saturday sunday"
 _DATED = MONTHS | {*_DAYS.split()}
 _CALENDAR = {name[:length]: name for name in MONTHS for length in (3, 4) if name != "may" and length < len(name)}
@@ -284,6 +299,9 @@ def _as_named(items: Sequence[Answer], gold: Sequence[Answer] = (), problem: str
         [re.findall(r"\b[A-Za-z]\b", found) for found in _enumerated(problem)] if len(named) == len(items) > 1 else []
     )
     order: list[str] = next((order for order in reversed(orders) if {*order} == {*named}), [])
+    if not order and len(named) == len(items) and min(map(len, named), default=0) > 2 and _asks_named(problem):
+        at = {name: problem.lower().find(name.strip(":").removeprefix("\\text").lower()) for name in named}
+        order = sorted(named, key=at.__getitem__) if min(at.values()) >= 0 else []
     if order or (len(named) == len(items) and {*named} <= {"x", "y", "z"}):
         items = [named[name] for name in order or sorted(named)]
     return tuple(item.value if isinstance(item, Named) else item for item in items), bool(order)

@@ -35,11 +35,11 @@ _ENOUGH = 3  # points at which two functions have to be equal; four times as man
 _DIGITS = (60, 120, 250, 500, 1000, 2000)  # few, as each has constants of its own, which take milliseconds once
 _NO_UNIT = Unit("")
 _CONSTANT = regex(r"[Cc](?:_\d)?")
-_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n(?! how)) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+)?)")
+_ASKED = regex(r"\b(?:[Hh]ow many|[Ii]n(?! how)) ((?:(?:square|cubic) )?[a-z]+(?: (?:per|an?) [a-z]+|/[a-z]+)?)")
 _WANTED = regex(  # of the answer; a pound may be money, a degree a temperature
     r"\b(?i:how many(?=[^.!]{0,300}\?)|what(?= percent)|(?:what|how|find|compute|calculate|determine|express|give)\b"
-    r"[^.?!]{0,300}?\bin(?= [a-z ]{0,40}(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)"
-    r"((?:(?:square|cubic) )?[a-z]+)"
+    r"[^.?!]{0,300}?\bin(?= [a-z /]{0,40}(?:[.?]|,? (?:to|round)))) (?!pound|degree|unit|in\b)"
+    r"((?:(?:square|cubic) )?[a-z]+(?: per [a-z]+|/[a-z]+)?)"
 )
 _OF_SOLUTIONS = regex(r"(?i:molar|concentration|solubility)|\bM\b|\bmol")
 _FREE = regex(r"[ABCDKkc]|[Cc]_\d")

@@ -35,7 +35,7 @@ _CONNECTOR = regex(
 _FILLER = regex(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
 _HASHES = regex(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _STATED = regex(
-    r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*)?\s*",
+    r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*|\s*\})?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 _FORMULA = regex(

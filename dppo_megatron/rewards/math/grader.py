@@ -44,6 +44,7 @@ _MAX_BOXES = 8  # so many are also compared one by one
 _MAX_PROBLEM = 5000  # as much of its end is read: no benchmark's is longer
 _GAP = regex(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")  # spaces that do not separate two words or numbers
 _GROUPED = regex(r"(?<![\d,.])\d{1,3}(?:(?:,\d{3})+|(?:,\d\d)+,\d{3})(?!,?\d)")  # 12,34,567 in India
+_CHAIN = regex(r"((?:[A-Za-z] ?= ?){2,6})([^=,;<>]+)")  # x = y = z = 1
 _CHOICE = regex(r"\(?\s*([A-Za-z])\s*(?:[).:]\s*(?P<value>.*)|\s\((?P<inside>[^()]+)\))?", re.DOTALL)
 _LETTER = regex(r"\(?\s*([A-Z])\s*\)?[.:]?")
 _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
@@ -207,6 +208,8 @@ def _respelled(text: str, answer: Answer, count: int, for_decimal: bool = False,
         return answer
     if count == 1 and for_decimal and re.fullmatch(r"-?0,\d\d+" if is_gold else r"-?\d+,\d+", text, re.ASCII):
         return _read(text.replace(",", "."))[0] or answer
+    if count > 1 and (chain := _CHAIN.fullmatch(text)) and chain[1].count("=") == count:
+        return _read(chain[1].replace("=", f"= {chain[2]}, ").rstrip(", "))[0] or answer
     if _GROUPED.search(text):
         grouped = _GROUPED.sub(lambda number: number.group().replace(",", ""), text)
         for spelled in (re.sub(r",(?!0\d)", ", ", text), grouped):

@@ -29,6 +29,7 @@ _ARGUMENT = regex(r"\s*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\\[A-Za-z]+|[
 _OF_FUNCTIONS = regex(r"\s*\([^()]*(?:sin|cos|tan|ln|log)")  # no argument in \sin x(1+\cos x)
 _MIXED = regex(r"\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _BRACKETED = regex(r"(?:[^A-Z(]\)|[!}])\s*\Z")  # a closed bracket, but not a choice letter's; 2!3!, 2^{3}3
+_TIMES_A_POWER = regex(r"(?<![A-Za-z\\_])[A-Za-z] ?\d+\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])")  # n2^n; x2^3 may be x_2
 # n(-1)^n is n times a power, v(0)^2 is the square of a value
 _AT_A_NUMBER = regex(r"(?:(?<=[fghFGHPQ])|(?!\(-?\d+\)\s*\^\s*(?:[a-z]|\{[^{}]*[a-z])))\((-?\d+)\)")
 CURRENCIES = ("dollars", "euros", "gbp", "yen", "rupees")
@@ -94,7 +95,11 @@ class _Reader:
                 node = ("f", "mod", node, self._signed(self._factor))
             elif self._starts_factor(until_function):
                 digits = self._peek()[0] in "0123456789."
-                if digits and not _BRACKETED.search(self.text, 0, self.position):  # (n-2) 2^n is a product, x 2 is not
+                is_product = digits and (
+                    _BRACKETED.search(self.text, 0, self.position)  # (n-2) 2^n is a product, x 2 is not
+                    or _TIMES_A_POWER.match(self.text, self.position - 1 - self.text.endswith(" ", 0, self.position))
+                )
+                if digits and not is_product:
                     raise Unreadable("a number behind a factor")
                 node = self._times(node, self._factor())
             else:

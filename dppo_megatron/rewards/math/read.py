@@ -20,10 +20,10 @@ from dppo_megatron.rewards.math.units import MULTIPLIERS, Unit, changes, read_nu
 
 _SEPARATOR = (
     r"\s*[,;]\s*(?:\\text\{\s*(?:and|or)\s*\}|(?:and|or)(?![A-Za-z]))?|\s+(?:and|or)\s+|(?<=[)\]])(?:and|or)(?=[(\[])"
-    r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:lor|vee)(?![A-Za-z])\s*"
+    r"|\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s*\\(?:vee|wedge(?=[^,;]*(?:[<>=]|\\[lgn]e)))(?![A-Za-z])\s*"
 )
-_ANY_OR = regex(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
-_ANY_AND = regex(r"\band\b|\\(?:land|wedge)(?![A-Za-z])")
+_ANY_OR = regex(r"\bor\b|\\vee(?![A-Za-z])")
+_ANY_AND = regex(r"\band\b|\\wedge(?![A-Za-z])")
 _RELATION = r"\\(?:le|ge|ne|approx|to|equiv|sim|simeq|Rightarrow|implies|subset)(?![A-Za-z])|[<>=]"
 UNDONE = regex(r"\\(?:i*int|oint|lim|sum|prod)(?![A-Za-z])")
 _UNIT_TAIL = regex(
@@ -54,11 +54,11 @@ _MEMBER = r"\s*(?:[A-Za-z]|\\(?!pi|inf|text)[a-z]{2,7})(?:_\{?\w\}?)?(?:\([a-z]\
 _ARROW = r"\\(?:overline|hat|vec|tilde|angle)\s*\{?\s*(?:[A-Z]{1,4}|[a-z])\s*\}?"
 _NAME = regex(
     r"[A-Za-z]\^\{-1\}\s*\([a-z]\)|\\?[A-Za-z]+(?:_\{?[\w\\]+\}?)?'*(?:\s*\([^()=]*\))?(?:_\{[^{}]*\})?|\|[A-Z]{1,3}\|"
-    rf"|\({_MEMBER}(?:,{_MEMBER})*\)|[A-Za-z]\s*\^\s*\{{?\s*[a-z]\s*\}}?\s*\([a-z]\)"
+    rf"|[A-Z]\^\{{-1\}}|\({_MEMBER}(?:[,;]{_MEMBER})*\)|[A-Za-z]\s*\^\s*\{{?\s*[a-z]\s*\}}?\s*\([a-z]\)"
     r"|[A-Za-z]_\{\s*\\text\{[^{}]*\}\s*\}|\\text\{[A-Za-z ()]+\}|[A-Z][a-z]+(?: [a-z]+){0,3}"
     rf"|{_ARROW}(?:\s*\*\s*{_ARROW})?|[A-Z]\s*\\c[au]p\s*[A-Z]|\\frac\s*\{{\s*[A-Z]{{2}}\s*\}}\s*\{{\s*[A-Z]{{2}}\s*\}}"
 )
-_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|[-\\\d](?:[^(]*[\d}])?)\s*(?P<at>\(.*,.*\))")  # A(1, 2), -(1, 2)
+_POINT = regex(r"(?P<name>[A-Z](?:_\{?\w\}?)?'*|[-\\\d](?:[^(]*[\d}])?)\s*(?P<at>\(.*[,;].*\))")  # A(1, 2), -(1, 2)
 _PART_OF_MEASURE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)\.?\s*(?:\band\s+)?"
 _COMPOUND = regex(rf"(?:{_PART_OF_MEASURE}){{2,4}}", re.ASCII)
 _TO = regex(r"\s+to\s+|\s*\\text\{\s*(?:is )?to\s*\}\s*")
@@ -255,7 +255,7 @@ def _ratio(text: str) -> Answer | None:
 def _equation(sides: list[str], depth: int) -> Answer:
     """`name = value`, or an equation between two expressions, or equal values."""
     if all(_NAME.fullmatch(side) for side in sides[:-1]):
-        name = re.sub(r"[\s{}]", "", sides[0])
+        name = re.sub(r"[\s{}]", "", sides[0]).replace(";", ",")
         left: Node | None = None
         with contextlib.suppress(Unreadable):
             left = parse(sides[0])
