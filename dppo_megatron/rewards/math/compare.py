@@ -38,10 +38,12 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"[^.?!]{0,300}\b(?:from (?:the )?\w+st to"
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
+_ASKS = regex(
+    r"\b(?i:find|determine|compute|calculate|evaluate|what|values?|give|enter|state|solve|ordered|pairs?|triples?)\b"
+)
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
-_DAYS = "monday tuesday wednesday thursday friday saturday sunday"
-_DATED = MONTHS | {*_DAYS.split()}
-_CALENDAR = {name[:length]: name for name in MONTHS for length in (3, 4) if name != "may" and length < len(name)}
+_DAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday".split())  # noqa: SIM905
+_CALENDAR = {"sept": "september"} | {name[:3]: name for name in MONTHS}
 _NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
 _NEGATIVE = frozenset(_NO.split())
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
@@ -291,12 +293,14 @@ def _as_named(items: Sequence[Answer], gold: Sequence[Answer] = (), problem: str
 
 @functools.lru_cache(maxsize=64)
 def _enumerated(problem: str) -> list[str]:
-    """`a b c`, where the problem has $a, b$ and $c$, or the length $b$ and the width $c$."""
+    """`a b c`, where the problem asks for $a, b$ and $c$, or for the length $b$ and the width $c$."""
     apart = re.sub(r"[$,()&]|\\\\?[()]|\\(?:text|quad|ldots)(?![a-z])", " ", problem)
     letter = r"(?<![^\s{])[A-Za-z](?![^\s.;:?}])"
-    return re.findall(
-        rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+", apart
-    )
+    run = rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+"
+    if re.search(r"\b(?:any|either) order\b", problem):
+        return []
+    told = ((found[0], re.split("[.?!]", apart[: found.start()])[-1]) for found in re.finditer(run, apart))
+    return [found for found, before in told if _ASKS.search(before)]
 
 
 def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_set: bool) -> bool:
@@ -364,7 +368,7 @@ def _folded(text: str) -> str:
     text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
     text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
     words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
-    if not _DATED.isdisjoint(words):  # on the 12th of May
+    if [len(names.intersection(words)) for names in (MONTHS, _DAYS)] in ([0, 1], [1, 0], [1, 1]):  # on the 12th of May
         kept = (word for word in words if word not in ("of", "on", "in"))
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
