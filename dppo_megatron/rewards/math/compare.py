@@ -38,14 +38,11 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"[^.?!]{0,300}\b(?:from (?:the )?\w+st to"
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
-_ASKS = regex(
-    r"\b(?i:find|determine|compute|calculate|evaluate|what|values?|give|enter|state|solve|ordered|pairs?|triples?)\b"
-)
+_ASKS = regex(r"\b(?i:find|determine|compute|calculate|what|values?|give|enter|state|solve|ordered|pairs?|triples?)\b")
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: _IN_ORDER.search(problem) is not None)
 _DAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday".split())  # noqa: SIM905
 _CALENDAR = {"sept": "september"} | {name[:3]: name for name in MONTHS}
-_NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
-_NEGATIVE = frozenset(_NO.split())
+_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())  # noqa: SIM905
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -388,9 +385,8 @@ def _answers(gold: str, other: str) -> bool:
     verbs = [word for word in subject if word in ends]  # two in `it is A or it is B`
     has_subject = len(first) == 1 or first in ("the", "this", "it", "that", "they")
     is_stated = has_subject and len(verbs) == 1 and verbs == subject[-1:]
-    if other in (f"on {gold}", f"in {gold}"):
-        return True
-    return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    is_stated = is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    return is_stated or other in (f"on {gold}", f"in {gold}")
 
 
 _BY_KIND: dict[type, Callable[[Any, Any, Rules], bool]] = {

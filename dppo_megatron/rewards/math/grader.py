@@ -153,8 +153,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         rules = _rules(row, reference, other, problem, work)
         is_right = equal(gold, theirs, rules)
         if isinstance(gold, Words) and isinstance(theirs, Words):
-            is_half = re.search(r"(?i)\b[ap]\.?m\b", other) is not None  # of the other half of the day
-            is_right = is_right or (not is_half and _states(gold.text, theirs.text, problem))
+            is_right = is_right or (not re.search(r"(?i)\d.*m\b", other) and _states(gold.text, theirs.text, problem))
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
