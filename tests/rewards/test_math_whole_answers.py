@@ -18,6 +18,9 @@ FAR = {"problem": "It is a star. How far away is it, in parsecs?"}
 MOLAR = {"problem": "Find the molar solubility of the salt."}
 CURVE = {"problem": 'Which curve is it? Enter "C" for circle, "P" for parabola, and "N" for none of the above.'}
 PARITY = r"\begin{cases} \frac{n}{2} & n \text{ even} \\ \frac{n+1}{2} & n \text{ odd} \end{cases}"
+MORE = [r"\frac{n}{2} & n \text{ odd}", r"n & n \equiv 0 \pmod 4"]
+NICKELS = {"problem": "He has 3 dimes. How many nickels has he?"}
+SAID = ["because six is right too", "by symmetry also minus five", "since six is one", "by Ten", "by Bob and six by Al"]
 CASES = [
     case(
         r"\text{Yes}",
@@ -29,6 +32,8 @@ CASES = [
             r"\text{Yes, but only if } n>2",
             r"\text{Yes (no)}",
             r"\text{Yes, because I guess}",
+            r"\text{Yes } (n=2) \text{, No } (n=3)",
+            r"\text{Yes (the answer is no in fact)}",
         ],
     ),
     case(
@@ -40,8 +45,11 @@ CASES = [
     case(
         r"\text{March 14}",
         [r"\text{Mar. 14}", r"\text{14 Mar}", r"\text{On March 14th}"],
-        [r"\text{May 14}", r"\text{Mar. 15}", r"\text{March or 14}"],
+        [r"\text{May 14}", r"\text{Mar. 15}", r"\text{March or 14}", r"\text{Marc 14}"],
     ),
+    case(r"\text{Monday to Friday}", [r"\text{monday to friday}"], [r"\text{Friday to Monday}"]),
+    case(r"\text{May to June}", [r"\text{May to Jun}"], [r"\text{June to May}"]),
+    case("5", [], [rf"5 \text{{ ({said})}}" for said in SAID]),
     case(
         r"\text{Tuesday}",
         [r"\text{On Tuesday}", r"\text{on a Tuesday}"],
@@ -59,6 +67,13 @@ CASES = [
         ],
         WINS,
     ),
+    case(
+        r"\text{first player}",
+        [r"\text{first player wins}"],
+        [r"\text{first player second}", r"\text{the first player the second player}"],
+        {"problem": "Who wins, the first or the second player?"},
+    ),
+    case(r"\text{Dana}", [r"\text{Dana has larger bowls}"], [], {"problem": "Who has larger bowls?"}),
     case(
         r"\text{no solution}",
         [r"\text{none}", r"\text{There are no solutions.}", r"\text{No such integer exists}", r"\emptyset"],
@@ -89,6 +104,10 @@ CASES = [
     case(r"4 \text{ ly}", [r"4 \text{ light-years}", r"4 \text{ light years}"], [r"4 \text{ years}"]),
     case("8.49e-4", [r"8.49 \times 10^{-4} \text{ M}"], [r"8.49 \times 10^{-4} \text{ mol/mL}s"], MOLAR),
     case("5", [], [r"5 \text{ M}"], {"problem": "How many people live there?"}),
+    case("5", [rf"5 \text{{ {coins} }}" for coins in ("coins", "nickels")], [], NICKELS),
+    case("7", ["7\\text{ coins}", "7\\text{ pennies}", "7\\text{ units}"], [], {"problem": "How many pennies has he?"}),
+    case("AB", [], ["(AB)^T", "BA^T"]),
+    case(r"\text{A}", ["(A) 0"], ["(A) 0 (B) 1", "(A) 0 (B) 1 (C) 2"], {"problem": "Which? (A) 0 (B) 1 (C) 2"}),
     case(r"\text{(P)}", [r"\text{P (parabola)}", r"\text{parabola}"], [r"\text{P (circle)}", r"\text{circle}"], CURVE),
     case("n!", [r"n(n-1)(n-2)\cdots 2 \cdot 1", r"1\cdot 2\cdots n"], [r"n(n-1)\cdots 3", r"(n-1)(n-2)\cdots 1"]),
     case(
@@ -127,9 +146,20 @@ CASES = [
         [r"\lfloor \frac{n+1}{2} \rfloor", r"\lceil n/2 \rceil", r"\frac{2n+1-(-1)^n}{4}", PARITY],
         [r"\lfloor \frac{n}{2} \rfloor", r"\frac n2", r"\lfloor \frac{n+2}{2} \rfloor"],
     ),
+    case(PARITY, [], [PARITY.replace(r"\end", rf"\\ {more} \end") for more in MORE]),
+    case(
+        r"\begin{cases} x & x < 1 \\ 2-x & x \ge 1 \end{cases}",
+        [r"\begin{cases} x & x < 1 \\ 2-x & 1 \le x < 7 \\ 2-x & x \ge 7 \end{cases}"],
+        [r"\begin{cases} x & y < 1 \\ 2-x & y \ge 1 \end{cases}"],
+    ),
+    case("6", [r"\text{P(red)} = 6"], [r"\text{answer (wrong)} = 6", r"\text{Six (maybe)} = 6"]),
+    case("1, 2", ["s=1, r=2", "r=1, s=2"], ["r=1, s=3"], {"problem": "Let $r$ and $s$ be the roots. Find all roots."}),
+    case("1, 2", ["m=2, n=1"], ["m=2, n=2"], {"problem": "Find $m$ and $n$, in either order."}),
     case(r"\lceil \frac n2 \rceil", [PARITY], [r"\begin{cases} \frac{n}{2} & n \text{ even} \end{cases}"]),
     case(r"4:51:06 \text{ p.m.}", ["4:51:06 PM"], [r"4:51:06 \text{ a.m.}", "04:51:06", "4:51:07 PM"]),
-    case("4:51 PM", ["04:51", "4:51"], ["4:52", "5:51"], {"problem": 'Write the time without "am" or "pm".'}),
+    case(
+        "4:51 PM", ["04:51", "4:51"], ["4:52", "5:51", "4:51 AM"], {"problem": 'Write the time without "am" or "pm".'}
+    ),
     # a letter times a power of a number; without a letter in the power it may be an index
     case("n2^{n-1}", [r"\frac{n\cdot2^n}{2}", "2^{n-1}n", "n 2^n/2"], ["n2^{n}", "2^{n-1}", "n3^{n-1}"]),
     case("(n-2)2^n+1", ["1+n2^n-2^{n+1}"], ["1+n2^n-2^n", "1+n_2^n-2^{n+1}"]),

@@ -13,7 +13,7 @@ import unicodedata
 
 from dppo_megatron.rewards.math import regex
 from dppo_megatron.rewards.math.answers import Unreadable
-from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
+from dppo_megatron.rewards.math.units import DOUBTS, MONTHS, SMALL
 
 # pairs: a sign, and its spelling here
 _SIGNS = r"""
@@ -51,7 +51,7 @@ _NOUN = r"(?:(?:point|equation|vector|set|number|value)s?|primes(?= ?\} ?\d))"  
 _REMARK = (
     r"(?:(?i:as )?(?i:verified|checked|confirmed|exact|simplified|required|desired|claimed)"
     r"|(?:by (?=symm|ins|ind|[A-Z])|since\b|because\b|using\b|via\b)"
-    rf"(?:(?!\b(?:{'|'.join(sorted(DOUBTS))})\b)[^{{}}()\d\\])*)"
+    rf"(?:(?!\b(?i:{'|'.join(sorted({*DOUBTS, *SMALL, 'also', 'too', 'and', 'other', 'answer'}))})\b)[^{{}}()\d\\])*)"
 )
 # spelling of a command here: the names that it replaces. What is only layout becomes a space.
 _SPELLINGS = {
@@ -173,7 +173,7 @@ _RULES = {
     # ]1, 2[ is (1, 2)
     r"] : (\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"[ : ([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
-    r"T : \A((?:[^=()\[\]]{1,20}=\s*)?[(\[](?!\s*\\begin).*[)\]])\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
+    r"T : \A((?:[^=()\[\]]{1,20}=\s*)?[(\[](?!\s*\\begin).*[,;].*[)\]])\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
     r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"\mapsto : (?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",

@@ -38,6 +38,7 @@ _IN_ORDER = regex(  # asked of the answer, not told of the numbers in the proble
     r"[^.?!]{0,300}\b(?:from (?:the )?(?:\w+st|(?:mo|lea)st \w+) to"
     r"|(?<!necessarily )in (?:(?:in|de)creasing |\w+scending |th(?:is|at) )?order(?! to))\b"
 )
+_ASKS = regex(r"\b(?i:find|determine|compute|calculate|what|values?|give|enter|state|solve|ordered|pairs?|triples?)\b")
 _AS_NAMED = regex(  # the median and the mean, in that order; f(6), f(16), and f(72)
     r"\bin that order|, respectively(?= *[.?])|(?<!\w)([A-Za-z]\()-?\d+\)\$?,? (?:and )?\$?\1-?\d+\)(?=[\s$,.?])"
 )
@@ -54,11 +55,9 @@ def _asks_named(problem: str) -> bool:
 
 
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: bool(_IN_ORDER.search(problem)) or _asks_named(problem))
-_DAYS = "monday tuesday wednesday thursday friday saturday sunday"
-_DATED = MONTHS | {*_DAYS.split()}
-_CALENDAR = {name[:length]: name for name in MONTHS for length in (3, 4) if name != "may" and length < len(name)}
-_NO = "no not non nor never none neither cannot impossible nonexistent invalid fails"
-_NEGATIVE = frozenset(_NO.split())
+_DAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday".split())  # noqa: SIM905
+_CALENDAR = {"sept": "september"} | {name[:3]: name for name in MONTHS}
+_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())  # noqa: SIM905
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -309,12 +308,14 @@ def _as_named(items: Sequence[Answer], gold: Sequence[Answer] = (), problem: str
 
 @functools.lru_cache(maxsize=64)
 def _enumerated(problem: str) -> list[str]:
-    """`a b c`, where the problem has $a, b$ and $c$, or the length $b$ and the width $c$."""
+    """`a b c`, where the problem asks for $a, b$ and $c$, or for the length $b$ and the width $c$."""
     apart = re.sub(r"[$,()&]|\\\\?[()]|\\(?:text|quad|ldots)(?![a-z])", " ", problem)
     letter = r"(?<![^\s{])[A-Za-z](?![^\s.;:?}])"
-    return re.findall(
-        rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+", apart
-    )
+    run = rf"{letter}(?:\s+(?:(?:of|and|or|the|both|to|value)\s+)*(?:and\s+(?:the\s+)?\w+\s+)?{letter})+"
+    if re.search(r"\b(?:any|either) order\b", problem):
+        return []
+    told = ((found[0], re.split("[.?!]", apart[: found.start()])[-1]) for found in re.finditer(run, apart))
+    return [found for found, before in told if _ASKS.search(before)]
 
 
 def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_set: bool) -> bool:
@@ -382,7 +383,7 @@ def _folded(text: str) -> str:
     text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
     text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
     words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
-    if not _DATED.isdisjoint(words):  # on the 12th of May
+    if [len(names.intersection(words)) for names in (MONTHS, _DAYS)] in ([0, 1], [1, 0], [1, 1]):  # on the 12th of May
         kept = (word for word in words if word not in ("of", "on", "in"))
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
     return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
@@ -402,9 +403,8 @@ def _answers(gold: str, other: str) -> bool:
     verbs = [word for word in subject if word in ends]  # two in `it is A or it is B`
     has_subject = len(first) == 1 or first in ("the", "this", "it", "that", "they")
     is_stated = has_subject and len(verbs) == 1 and verbs == subject[-1:]
-    if other in (f"on {gold}", f"in {gold}"):
-        return True
-    return is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    is_stated = is_stated and len(gold.split()) <= 3 and other.endswith(f" {gold}") and DOUBTS.isdisjoint(subject)
+    return is_stated or other in (f"on {gold}", f"in {gold}")
 
 
 _BY_KIND: dict[type, Callable[[Any, Any, Rules], bool]] = {

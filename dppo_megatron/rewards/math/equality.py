@@ -286,7 +286,7 @@ def _asked(problem: str, unit: Unit) -> Unit | None:
     asked, wanted = _asked_in(problem)
     if not unit.dimension:  # leagues, not miles; but full hours are hours
         words = unit.words.replace("-", " ").split()
-        named = [one for one in wanted if one and one.dimension not in ("", "percent")]
+        named = [one for one in wanted if one and one.dimension not in ("", "percent", "money")]
         is_asked = any(one.words in words for one in named) or re.search(rf"ow many [^.?!]*{words[-1]}", problem)
         return None if is_asked else next(iter(named), None)
     alike = {named.factor: named for named in asked if named is not None and named.dimension == unit.dimension}

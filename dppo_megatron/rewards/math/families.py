@@ -92,7 +92,8 @@ def same_pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
     if not (ours and theirs and conditions) or len(ours) * len(theirs) > _MAX:
         return False
     if all(isinstance(where, Intervals) for where in conditions):
-        return _same_on_spans(ours, theirs, rules)
+        named = {where.name for where in conditions if isinstance(where, Intervals)} - {""}
+        return len(named) < 2 and _same_on_spans(ours, theirs, rules)
     residues = [item for item in map(_residue, conditions) if item]
     others = (where for where in conditions if not _residue(where))
     names, modulus = {name for name, _, _ in residues}, math.lcm(*(by for _, by, _ in residues))
@@ -101,10 +102,11 @@ def same_pieces(gold: Answer, other: Answer, rules: Rules) -> bool:
         return False
     for rest in range(modulus):
         by = {name: ("+", _times(("s", "n"), modulus), ("n", Fraction(rest))) for name in names}
-        values = [value for pieces in (ours, theirs) for value in _at_residue(pieces, rest)]
-        if len(values) < 2 or not symbols(("+", *values)) <= names:
+        sides = [_at_residue(pieces, rest) for pieces in (ours, theirs)]
+        if not all(sides) or not symbols(("+", *sides[0], *sides[1])) <= names:
             return False
-        if not same(substituted(values[0], by), substituted(values[1], by), rules.work):
+        first, *more = (substituted(value, by) for side in sides for value in side)
+        if not all(same(first, value, rules.work) for value in more):
             return False
     return True
 
@@ -131,9 +133,9 @@ def _residue(where: Answer | None) -> tuple[str, int, int] | None:
 
 
 def _at_residue(pieces: _Pieces, rest: int) -> list[Node]:
-    """The expression for numbers with this remainder, else that for all others."""
+    """The expressions for numbers with this remainder, else that for all others."""
     there = [value for value, where in pieces if (mod := _residue(where)) and rest % mod[1] == mod[2]]
-    return (there or [value for value, where in pieces if not _residue(where)])[:1]
+    return there or [value for value, where in pieces if not _residue(where)][:1]
 
 
 def _same_on_spans(ours: _Pieces, theirs: _Pieces, rules: Rules) -> bool:

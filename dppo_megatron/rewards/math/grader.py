@@ -62,9 +62,8 @@ _REWRITE = regex(  # in a problem whose formulas begin and end with ;
 _WHICH = regex(r"\b[Ww]hich (?:of|\w+ (?:is|are|equals))\b[^.!]{0,300}\?")
 _BETWEEN_CHOICES = regex(r"\band\b|[,;&]")
 _NO_CHOICE = regex(r"[^A-Ja-jn,;&\s()\\]")
-# words of a sentence that says who, and those that may turn it round
-_OF_GAMES = "the a wins will win can always has have winning strategy does is game player"
-_OTHERS = DOUBTS | {"and", "or", "but", "lose", "loses", "losing", "last", "if", "only", "to"}
+# words of a sentence that says who, but no other player
+_OF_GAMES = frozenset("the a wins will win can always has have winning strategy does is game player".split())  # noqa: SIM905
 _OPTION = regex(r"(?<![A-Za-z\\$^_])[(\"]?([A-J])\s*(?:[).:]|\"(?= for))")
 _OPTION_END = regex(r"\n\s*\n|\s(?:Enter|Your|Express|Choose|Answer|Please|Give|Select|Write|Which|What)\b|\Z")
 _cleaned = functools.lru_cache(maxsize=4096)(clean)
@@ -155,7 +154,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         rules = _rules(row, reference, other, problem, work)
         is_right = equal(gold, theirs, rules)
         if isinstance(gold, Words) and isinstance(theirs, Words):
-            is_right = is_right or _states(gold.text, theirs.text, problem)
+            is_right = is_right or (not re.search(r"(?i)\d.*m\b", other) and _states(gold.text, theirs.text, problem))
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
@@ -268,12 +267,12 @@ def _states(gold: str, other: str, problem: str) -> bool:
     if time := re.fullmatch(r"(\d+)(:\d\d.*)", gold):
         is_half = re.search(r"without[^.?!]*\bp\.?m\b", problem)
         return bool(is_half) and other.removeprefix("0") == f"{int(time[1]) % 12 or 12}{time[2]}"
-    asked = re.findall(r"[^.?!]*\b(?i:who|whom|whose|which)\b[^.?!]*", problem)
+    asked = [part for part in re.split("[.?!]", problem) if re.search(r"\b(?i:who|whom|whose|which)\b", part)]
     if not asked:
         return False
     if other.startswith(f"{gold} "):  # Alice has a winning strategy
-        said, known = other.removeprefix(gold).split(), {*re.findall("[A-Za-z]+", asked[-1]), *_OF_GAMES.split()}
-        return len(gold.split()) < 3 and known.issuperset(said) and _OTHERS.isdisjoint(said)
+        known = _OF_GAMES.union([] if " or " in asked[-1] else re.findall("[A-Za-z]+", asked[-1])) - DOUBTS
+        return len(gold.split()) < 3 and known.issuperset(other.removeprefix(gold).split())
     words = [word for word in gold.split() if word not in ("the", "a", "an", "any", "all", "only")]
     return len(gold.split()) >= 4 and words[:1] == [other] and DOUBTS.isdisjoint(words)
 
@@ -297,9 +296,10 @@ def _same_choices(reference: str, other: str, problem: str, work: WorkLimit) -> 
         value = led["value"] or led["inside"] or ""
         if value and (alike := _agreeing(value, options, work)):
             return letter[1] in alike
-        if not value or re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}][\s}}$]*{re.escape(value)}", problem):
-            return True
         has_others = re.search(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])", value)
+        is_copied = re.search(rf"(?<![A-Za-z]){letter[1]}\s*[).:}}][\s}}$]*{re.escape(value)}", problem)
+        if not value or (is_copied and not _OPTION.search(value)):
+            return True
         return not (has_others or isinstance(_read(value)[0] or Words(""), (AnswerList, Words)))
     if led is not None and led[1] in options:  # the letter for what the problem offers under it
         alike = _agreeing(reference, options, work)

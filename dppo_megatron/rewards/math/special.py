@@ -75,7 +75,8 @@ _NAMED: dict[str, Answer] = {
 _BY_NAME = regex("|".join(f"({names})" for names in _NAMED))
 # yes or no with a reason
 _REASONED = regex(
-    r"(?:\\text\{\s*)?(yes|no|true|false)[\s},.;:-]*(?:\\text\{\s*)?[,.;:]?\s*(?=\(|(?:since|because)\b)(.+)",
+    r"(?:\\text\{\s*)?(yes|no|true|false)[\s},.;:-]*(?:\\text\{\s*)?[,.;:]?\s*(?=\(|(?:since|because)\b)"
+    r"(?!.*(?:[,.;)]|\bis)[\s\\}]*(?:text\{\s*)?(?:and |or )?(?:yes|no)\b(?!\s+[a-z]))(?!.*\banswer)(.+)",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -141,7 +141,7 @@ mass,length^2,time^-3: 1000 W* w watt*
 time^-1: 1 Hz* hertz*
 T: 1 T* tesla* 1/10000 gauss
 bytes: 1 byte* 1000 kB KB 1000000 MB 1000000000 GB 1000000000000 TB
-money: 1 usd buck dollar 1/100 cent penny pennies 1/20 nickel 1/10 dime
+money: 1 usd buck dollar 1/100 cent 1/20 nickel 1/10 dime
 sterling: 1 gbp quid 1/100 pence
 angle: 1 deg degree
 """
