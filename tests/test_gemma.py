@@ -151,7 +151,7 @@ class _Sizes:
 
 def test_windows_over_context_ranks_need_the_local_layers(path: Path) -> None:
     """Transformer Engine's attention over packs has none there: refused before anything is built."""
-    long = replace(read_architecture(path), max_positions=4096)
+    long = replace(read_architecture(path), max_positions=4096, head_dim=128)  # a size that it has fused kernels for
     machine, layout = Machine((9, 0), ""), LayoutConfig(context_parallel=2)
     with pytest.raises(UserError, match="context_parallel = 2: Transformer Engine's attention has no windows"):
         check_settings(Config(actor=ActorConfig(layout=layout)), long, 2, machine)
