@@ -19,6 +19,7 @@ MOLAR = {"problem": "Find the molar solubility of the salt."}
 CURVE = {"problem": 'Which curve is it? Enter "C" for circle, "P" for parabola, and "N" for none of the above.'}
 PARITY = r"\begin{cases} \frac{n}{2} & n \text{ even} \\ \frac{n+1}{2} & n \text{ odd} \end{cases}"
 MORE = [r"\frac{n}{2} & n \text{ odd}", r"n & n \equiv 0 \pmod 4"]
+BENT = r"\frac{\pi}{4} + (n + n(n-1)(n-977))\pi"  # straight at three places
 NICKELS = {"problem": "He has 3 dimes. How many nickels has he?"}
 SAID = ["because six is right too", "by symmetry also minus five", "since six is one", "by Ten", "by Bob and six by Al"]
 CASES = [
@@ -132,7 +133,7 @@ CASES = [
             r"\{x \in \mathbb{R} \mid x = \frac{\pi}{4}+k\pi, k \in \mathbb{Z}\}",
             r"\frac{5\pi}{4} - n\pi",
         ],
-        [r"\{\frac{\pi}{4}+n\pi : n \in \mathbb{N}\}", r"y = \frac{5\pi}{4}+n\pi", r"\frac{5\pi}{4} + n^2\pi"],
+        [r"\{\frac{\pi}{4}+n\pi : n \in \mathbb{N}\}", r"y = \frac{5\pi}{4}+n\pi", r"\frac{5\pi}{4} + n^2\pi", BENT],
         TAN,
     ),
     case(

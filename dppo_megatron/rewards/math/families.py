@@ -12,6 +12,7 @@ from dppo_megatron.rewards.math.answers import Answer, AnswerList, Intervals, Na
 from dppo_megatron.rewards.math.compare import differ, letters, letters_of
 from dppo_megatron.rewards.math.equality import Rules, same
 from dppo_megatron.rewards.math.evaluate import approximate
+from dppo_megatron.rewards.math.field import drawn
 from dppo_megatron.rewards.math.number_sets import as_spans, complement, intersection
 from dppo_megatron.rewards.math.special import EVERY_REAL
 
@@ -69,13 +70,14 @@ def _progressions(item: Answer, rules: Rules) -> list[tuple[Node, Node]]:
     value = item.value if isinstance(item, Named) else item
     if not isinstance(value, Value) or value.unit or len(names := symbols(value.node)) != 1 or not names <= _WHOLE:
         return []
+    last = drawn("progression").randrange(1000, 2000)  # unknown: n(n - 1)(n - 977) is 0 in three places
     for num in (1, 2):
         found = []
         for rest in range(num):
-            numbers = [{name: ("n", Fraction(num * turn + rest)) for name in names} for turn in (0, 1, 977)]
+            numbers = [{name: ("n", Fraction(num * turn + rest)) for name in names} for turn in (0, 1, last)]
             start, next_, far = (substituted(value.node, by) for by in numbers)
             step: Node = ("+", next_, ("-", start))
-            if same(far, ("+", start, _times(step, 977)), rules.work):
+            if same(far, ("+", start, _times(step, last)), rules.work):
                 found.append((start, step))
         if len(found) == num:
             return found
