@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
 from dppo_megatron.data.rows import JsonFloat, Row, listed
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
 """Chat turns, each with `role` and `content`."""
@@ -122,14 +122,6 @@ def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
     known = {"problem": problem, "source": source, "tolerance": tolerance}
     missing = {name: value for name, value in known.items() if value and name not in row.values}
     return {**row.values, **missing} if missing else row.values
-
-
-def as_read(prompt: Prompt, settings: ResolvedSet) -> tuple[str, str, Mapping[str, Any]]:
-    """Text, answer, and the row without what `row_for_graders` added."""
-    added = {"problem": prompt.problem, "source": prompt.source, "tolerance": prompt.row.get("error")}
-    added = {name: one for name, one in added.items() if name not in (settings.problem_field, settings.source_field)}
-    row = {name: one for name, one in prompt.row.items() if (name, one) not in added.items()}
-    return prompt.text, prompt.answer, row
 
 
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
