@@ -311,8 +311,6 @@ def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
         for row in _rows_of_tables(split.with_format("arrow").iter(_ROWS_AT_A_TIME), origin):
             yield row
             number += 1
-    except UserError:
-        raise
     except Exception as error:
         raise UserError(f"{origin}[{number}]: cannot be read: {reason(error)}") from None
 
