@@ -195,15 +195,9 @@ def _find(values: Any, name: str) -> Any:
         return _ABSENT
     if name in values:
         return values[name]
-    head, dot, rest = name.partition(".")
-    while dot:
-        if head in values:
-            value = _find(values[head], rest)
-            if value is not _ABSENT:
-                return value
-        more, dot, rest = rest.partition(".")
-        head = f"{head}.{more}"
-    return _ABSENT
+    parts = name.split(".")
+    inside = (_find(values.get(".".join(parts[:at])), ".".join(parts[at:])) for at in range(1, len(parts)))
+    return next((value for value in inside if value is not _ABSENT), _ABSENT)
 
 
 def section_of(settings: ResolvedSet) -> str:
@@ -295,12 +289,10 @@ def last_boxed(value: Any) -> str:
     if not rest.startswith("{"):
         return rest.split("$")[0].strip()
     depth = 0
-    for position, character in enumerate(rest):
-        escaped = position > 0 and rest[position - 1] == "\\"
-        if character in "{}" and not escaped:
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return rest[1:position].strip()
+    for brace in re.finditer(r"(?<!\\)[{}]", rest):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return rest[1 : brace.start()].strip()
     return ""
 
 

@@ -255,20 +255,14 @@ def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArra
     """
     if before is None or window < 2:
         return shuffled
-    size, rank = len(shuffled), np.argsort(shuffled)
-    allowed = shuffled[~np.isin(shuffled, before[size - window + 1 :])]  # not among the last items of `before`
-    released: list[int] = []  # ranks of those last items that are far enough away by now, as a heap
-    chosen, next_allowed = [], 0
-    for position in range(window - 1):
-        if position:
-            heapq.heappush(released, int(rank[before[size - window + position]]))
-        if released and (next_allowed == len(allowed) or released[0] < rank[allowed[next_allowed]]):
-            chosen.append(int(shuffled[heapq.heappop(released)]))
-        else:
-            chosen.append(int(allowed[next_allowed]))
-            next_allowed += 1
-    rest = shuffled[~np.isin(shuffled, chosen)]
-    spaced: IntArray = np.concatenate([np.array(chosen, dtype=np.int64), rest])
+    rank = np.argsort(shuffled)
+    late = rank[before[len(shuffled) - window + 1 :]]  # of the last items of `before`, each allowed one place later
+    allowed = np.setdiff1d(rank, late).tolist()  # sorted, and so a heap
+    chosen = []
+    for one in late.tolist():
+        chosen.append(heapq.heappop(allowed))
+        heapq.heappush(allowed, one)
+    spaced: IntArray = shuffled[[*chosen, *sorted(allowed)]]
     return spaced
 
 
