@@ -141,13 +141,10 @@ class WeightedOrder:
 
     def _items(self, s: int, start: int, count: int) -> IntArray:
         """Problems start, start + 1, ... of set `s`, over its epochs."""
-        parts, size = [], self._sizes[s]
-        while count:
-            epoch, offset = divmod(start, size)
-            part = self._epoch(s, epoch)[offset : offset + count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return np.concatenate(parts)
+        epoch, offset = divmod(start, self._sizes[s])
+        last = (start + count - 1) // self._sizes[s]
+        whole = np.concatenate([self._epoch(s, number) for number in range(epoch, last + 1)])
+        return whole[offset : offset + count]
 
     def _epoch(self, s: int, epoch: int) -> IntArray:
         """[size] the problems of one epoch of set `s`. Its order depends on the one before it, so all are computed."""
