@@ -138,7 +138,7 @@ def test_what_is_absurd_is_out_of_range(item: str) -> None:
         ("(0, 10]", 0.0, "must be greater than 0"),
         ("[0, 10]", -1, "must not be negative"),
         ("[0, 1)", 1.0, "must be in [0, 1)"),
-        ("[0, 1]", 2, "must be 0 or 1"),
+        ("[0, 1]", 2, "must be in [0, 1]"),
         ("0 or [1, 9]", 0.5, "must be at least 1, or 0"),
         ("[1, 10]", math.inf, "must be finite, in [1, 10]"),
     ],

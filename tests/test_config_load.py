@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from dppo_megatron.config.changes import check_changes
-from dppo_megatron.config.layers import RETIRED
 from dppo_megatron.config.load import config_from_values, config_values, load_config, read_config, save_config
 from dppo_megatron.config.paths import import_as_in
 from dppo_megatron.config.plugins import load_function
-from dppo_megatron.config.schema import CheckpointConfig, Config
+from dppo_megatron.config.schema import Config
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.types import UserError
 
@@ -32,34 +31,6 @@ def _read(tmp_path: Path, text: str, *overrides: str) -> Config:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize("key", sorted(RETIRED))
-def test_a_setting_that_is_gone_stands_in_older_runs_files(tmp_path: Path, key: str) -> None:
-    """With its default the run resumes. Of a run's own files another value is passed over too, and is a change that a
-    resume has to be permitted if it shaped the draws; in a file of the user's, or on the command line, a sentence says
-    what to do."""
-    values = config_values(Config())
-    *above, last = key.split(".")
-    section = values
-    for name in above:
-        section = section.setdefault(name, {})
-    assert last not in section
-    section[last] = RETIRED[key]
-    assert check_changes(Config(), values, "old") == []
-    assert _read(tmp_path, yaml.safe_dump(values)) == Config()
-    section[last] = 7
-    assert config_from_values(values, "old") == Config() == read_config("", [], [("old", values)])
-    permitted = Config(checkpoint=CheckpointConfig(may_change=[key]))
-    if key.startswith("observe.") or key == "actor.fp8_param":
-        assert check_changes(Config(), values, "old") == []
-    else:
-        with pytest.raises(UserError, match=rf"old .* {key}: 7 -> no setting now\. .*may_change=\[{key}\]"):
-            check_changes(Config(), values, "old")
-        assert check_changes(permitted, values, "old") == [f"{key}: 7 -> no setting now"]
-    for text, *setting in (("", f"{key}=7"), (yaml.safe_dump(values),)):
-        with pytest.raises(UserError, match=rf"unknown key '{key}'; no setting here: \w"):
-            _read(tmp_path, text, *setting)
 
 
 class TestParents:

@@ -92,7 +92,7 @@ def requests(step: int) -> list[Request]:
 
 
 def through_a_file(state: dict[int, dict[str, Any]], path: Path) -> dict[int, dict[str, Any]]:
-    write_state(path, {"loop": {"in_flight": state}, "generators": []})
+    write_state(path, {"loop": {"in_flight": state}})
     found: dict[int, dict[str, Any]] = read_state(path)["loop"]["in_flight"]
     return found
 

@@ -7,19 +7,14 @@ import os
 import re
 import shutil
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from support.record import unpacked, write_record
 
-from dppo_megatron.config.layers import RETIRED
-from dppo_megatron.config.load import config_values
-from dppo_megatron.config.schema import Config
 from dppo_megatron.pruning import LedgerRow
 from dppo_megatron.pruning.interface import percent
 from dppo_megatron.types import UserError
@@ -131,21 +126,6 @@ def test_findings_name_their_steps(tmp_path: Path) -> None:
     found = findings(read_run(write_record(tmp_path / "run", 6)))
     assert [(one.level, one.steps) for one in found] == [("bad", "2"), ("warning", "1-6")]
     assert "rollout/stragglers" in found[1].text
-
-
-def test_what_an_older_run_left_as_it_was_is_no_changed_setting(tmp_path: Path) -> None:
-    """It holds settings that are gone; a page of newer runs does not list those."""
-    run, defaults = write_record(tmp_path / "run", 2), dict[str, dict[str, str]]()
-    for name, gone in (("newer", {}), ("older", RETIRED)):
-        values = config_values(Config())
-        for key, value in gone.items():
-            *above, last = key.split(".")
-            reduce(lambda section, part: section.setdefault(part, {}), above, values)[last] = value
-        (run / "config.yaml").write_text(yaml.safe_dump(values))
-        write_page(tmp_path / "report.html", [record := read_run(run)])
-        defaults[name] = json.loads(unpacked(tmp_path / "report.html")["report-data"])["defaults"]
-        assert record.settings == defaults[name]  # what sections.js compares
-    assert defaults["older"].keys() - defaults["newer"].keys() == RETIRED.keys()
 
 
 def test_figures_of_older_and_of_biased_runs(tmp_path: Path) -> None:

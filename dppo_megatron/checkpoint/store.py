@@ -3,7 +3,7 @@
 A checkpoint is written under a temporary name. When every rank has written, synced and hashed its part, rank 0 writes
 the manifest and renames it. Whatever is named step_NNNNNN was therefore complete; checksums show whether it still is.
 
-loop.pt has the loop's own state and each rank's random number generators, for user code that draws from them. torch's
+loop.pt has the loop's own state, and no random number generator: each draw is a function of what it decides. torch's
 restricted unpickler (`weights_only`) reads it without running code. Anything that it could not rebuild is an error when
 the checkpoint is written, not when it is needed.
 """
@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import os
 import pickle
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -104,7 +103,6 @@ class CheckpointStore:
         self.finalize(blocking=True)
         state = actor.sharded_state()
         num_bytes = _total_bytes(state)
-        all_generators = gather_all([generators()])
         incomplete = from_rank_zero(lambda: self._begin(manifest.step, num_bytes))
         self._pending = incomplete, manifest
         use_own_writers()
@@ -115,7 +113,7 @@ class CheckpointStore:
         self._validates = False  # before the save, which may raise: the ranks have to agree on it
         with in_step():
             request = dist_checkpointing.save({"actor": state}, str(incomplete), **options)
-        from_rank_zero(lambda: self._write_own(incomplete, {"loop": loop_state, "generators": all_generators}))
+        from_rank_zero(lambda: self._write_own(incomplete, {"loop": loop_state}))
         if self._async:
             with in_step():
                 self._queue.schedule_async_request(request)
@@ -252,8 +250,7 @@ def check(directory: Path) -> str:
 def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
     """Restore `actor` from `directory`, at any layout; returns the loop's state. Collective.
 
-    Random number generators are restored if the number of ranks is the same. The caller must have verified the
-    checkpoint (`check`, `CheckpointStore.find_newest`).
+    The caller must have verified the checkpoint (`check`, `CheckpointStore.find_newest`).
 
     Raises:
         UserError: it cannot be read, or reading it would have to run code.
@@ -275,8 +272,6 @@ def load_checkpoint(directory: Path, actor: Sharded) -> dict[str, Any]:
             raise
         raise UserError(f"'{directory}' cannot be loaded: it holds a pickle that would have to run code") from None
     actor.load_sharded_state(loaded["actor"])
-    if len(own["generators"]) == dist.get_world_size():
-        restore_generators(own["generators"][dist.get_rank()])
     loop_state: dict[str, Any] = own["loop"]
     return loop_state
 
@@ -354,7 +349,7 @@ def _writer(name: str) -> int:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write `loop` (containers, numbers, text, numpy arrays and tensors) and `generators`.
+    """Write `loop`: containers, numbers, text, numpy arrays and tensors.
 
     Raises:
         UserError: `state` holds something else.
@@ -374,26 +369,6 @@ def read_state(path: Path) -> dict[str, Any]:
             state: dict[str, Any] = torch.load(path, weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise UserError(f"'{path}' cannot be read: {reason(error)}") from None
-    if not isinstance(state, dict) or not isinstance(state.get("loop"), dict) or "generators" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("loop"), dict):
         raise UserError(f"'{path}' does not hold the state of a run")
     return state
-
-
-def generators() -> dict[str, Any]:
-    """The state of every random number generator of this rank."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def restore_generators(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
-    if torch.cuda.is_available() and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])

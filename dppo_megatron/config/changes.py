@@ -60,8 +60,6 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     Raises:
         UserError: the differences that are not allowed, all of them.
     """
-    from dppo_megatron.config.layers import RETIRED
-
     now = config_values(config)
     if before == now:  # saves building a Config of `before`, 0.1 s
         return []
@@ -70,10 +68,7 @@ def check_changes(config: Config, before: dict[str, Any], where: str) -> list[st
     old = config_values(config_from_values(before, where))
     no_reference = _REFERENCE if _keeps_reference(now) and not _keeps_reference(old) else ()
     never = _never(old, now, no_reference)
-    harmless = ("observe", "actor.fp8_param")  # retired settings that never influenced a draw
-    gone = {key: value for key, value in flat(before).items() if key in RETIRED and not _under(key, harmless)}
-    lines = [(key, f"{key}: {value!r} -> no setting now") for key, value in gone.items() if value != RETIRED[key]]
-    for key, line in sorted([*_differences(old, now), *lines]):
+    for key, line in sorted(_differences(old, now)):
         may = not _under(key, (*never, *no_reference)) and _under(key, (*FREE, *config.checkpoint.may_change))
         (allowed if may else refused).append((key, line))
     if refused:

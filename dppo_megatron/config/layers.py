@@ -25,7 +25,7 @@ from dppo_megatron.config.ranges import leaves, types_of, without_none
 from dppo_megatron.config.reference import unknown_key
 from dppo_megatron.config.references import for_omegaconf, from_environment, located, references
 from dppo_megatron.config.schema import Config
-from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, plain, scalar, shown, text_node
+from dppo_megatron.config.yaml12 import DOUBTFUL, Source, entries, parse, scalar, shown, text_node
 from dppo_megatron.types import UserError
 
 _WANTED = {
@@ -36,29 +36,6 @@ _WANTED = {
     list: "must be a list",
     dict: "must be a mapping of names to values, such as {name: value}",
 }
-
-RETIRED: dict[str, Any] = {
-    "rollout.limits.finish_fraction": 1.0,
-    "pruning.prompt.greso.initial_keep_probability": 0.5,
-    "pruning.prompt.greso.keep_floor": 0.01,
-    "pruning.prompt.greso.target_zero_variance": 0.25,
-    "pruning.prompt.greso.adaptation_step": 0.01,
-    "pruning.prompt.greso.smallest_probability": 0.05,
-    "pruning.prompt.greso.largest_probability": 0.95,
-    "pruning.prompt.greso.easy_reward": 0.98,
-    "pruning.prompt.greso.hard_reward": 0.11,
-    "pruning.prompt.auto_rule": "cost",
-    "pruning.completion.auto_rule": "cost",
-    "pruning.prompt.revisit_epochs": 0.0,
-    "pruning.completion.quadratic_cost_per_token": 0.0,
-    "pruning.completion.kl_slope": 1.0,
-    "actor.fp8_param": False,
-    "observe.samples.fixed_share": 0.0,
-    "observe.tracking.sample_rows": 16,
-}
-"""Settings that no longer exist, with their former defaults, which files of older versions contain: the default is
-ignored everywhere, and any value in what a run has saved. Elsewhere another value is an unknown key, for which
-docs/other_names.txt has advice."""
 
 _PART = re.compile(r'"([^"]+)"|\'([^\']+)\'|([^."\'=]+)')
 
@@ -120,7 +97,6 @@ class Layer:
             value = {
                 name: self._value(*pair, inside(hint, name), (*path, name))
                 for name, pair in entries(node, self._source).items()
-                if not self._is_retired(".".join((*path, name)), pair[1])
             }
             if not value and get_origin(hint) is dict:
                 self.emptied.append(path)
@@ -136,9 +112,6 @@ class Layer:
         if form in _WANTED and value is not None and type(value) is not form and not is_reference:
             raise self.refuse(key)
         return value
-
-    def _is_retired(self, key: str, value: Node) -> bool:
-        return key in RETIRED and (self._source.saved or plain(value, self._source) == RETIRED[key])
 
     def _scalar(self, node: ScalarNode, hint: Any, key: str) -> Any:
         value = scalar(node)

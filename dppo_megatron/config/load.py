@@ -108,7 +108,7 @@ def _dumped(values: Any) -> str:
 
 def _saved(values: Mapping[Any, Any], where: str, base: str = "") -> list[tuple[Source, Node]]:
     """Settings that are plain values already, as a run has saved them."""
-    source = Source(where, has_lines=False, base=base or working_directory(where), saved=True)
+    source = Source(where, has_lines=False, base=base or working_directory(where))
     try:
         node = parse(_dumped(dict(values)), source)
     except (yaml.YAMLError, RecursionError):

@@ -60,9 +60,7 @@ class Range:
 
     def wanted(self, value: float) -> str:
         """What `value`, which is out of range, must be, and why."""
-        if isinstance(value, int) and str(self) == "[0, 1]":
-            text = "must be 0 or 1"
-        elif self.high <= 1:
+        if self.high <= 1:
             text = f"must be in {self}"
         elif not math.isfinite(value):
             text = f"must be finite, in {self}"

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from dppo_megatron.config.ranges import COUNT, FREE_AT_RESUME, SECONDS, ranged
 from dppo_megatron.config.server_args import (
-    CODE_OPTIONS,
     DRAFT_OPTIONS,
     KEY_OPTIONS,
     OWN_OPTIONS,
@@ -23,7 +22,6 @@ from dppo_megatron.config.server_args import (
     STAGE_OPTIONS,
     check_engine_names,
     check_gpus,
-    importing_option,
     named_option,
     read_split,
 )
@@ -353,7 +351,7 @@ def draft_lengths(config: RolloutConfig) -> list[tuple[int, int, int]]:
 
 def _check_keys(config: RolloutConfig) -> None:
     """Refuse API keys in settings, because settings are written to files; messages do not repeat the value. Also refuse
-    arguments that run code in the server, and those that the trainer sets itself."""
+    a model's own code, and arguments that the trainer sets itself."""
     name = config.servers.api_key_env
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not (name in os.environ or re.fullmatch(_VARIABLE, name)):
         raise UserError(
@@ -365,11 +363,8 @@ def _check_keys(config: RolloutConfig) -> None:
             "rollout.servers.args holds a key, which would be readable in config.yaml and in the list of processes; put"
             f" it into the environment variable {name} (rollout.servers.api_key_env)"
         )
-    if option := named_option(config.servers.args, CODE_OPTIONS) or importing_option(config.servers.args):
-        raise UserError(
-            f"rollout.servers.args has {option}, which runs code in the server that this trainer does not know, or a"
-            " model's own Python files, which it never runs; leave it out"
-        )
+    if option := named_option(config.servers.args, ("--trust-remote-code",)):
+        raise UserError(f"rollout.servers.args has {option}, which runs a model's own Python files; leave it out")
     if option := named_option(config.servers.args, OWN_OPTIONS):
         raise UserError(
             f"rollout.servers.args has {option}, which the trainer sets itself, as it needs the server's address, model"

@@ -14,34 +14,15 @@ from dppo_megatron.config.ranges import Range
 from dppo_megatron.types import UserError
 
 KEY_OPTIONS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password", "--watermark-config")
-CODE_OPTIONS = (
-    *("--trust-remote-code", "--middleware", "--worker-cls", "--worker-extension-cls", "--scheduler-cls"),
-    *("--tool-parser-plugin", "--reasoning-parser-plugin", "--io-processor-plugin", "--logits-processors"),
-    *("--model-class-overrides", "--kv-transfer-config", "--ec-transfer-config", "--custom-weight-loader"),
-    *("--enable-custom-logit-processor", "--forward-hooks", "--ec-manager-config", "--log-config-file"),
-    *("--logging-config", "--tool-server", "--sidecar", "--sidecar-args", "--unified-cache-external-linker-config"),
-    *("--hicache-storage-backend-extra-config", "--lmcache-config-file", "--flexkv-config-file"),
-)
 OWN_OPTIONS = (
-    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port"),
-    *("--grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
+    *("--host", "--port", "--uds", "--config", "--root-path", "--fastapi-root-path", "--grpc-port", "--grpc-mode"),
+    *("--smg-grpc-mode", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
     *("--enable-ssl-refresh", "--enable-http2", "--headless", "--nnodes", "-n", "--node-rank", "-r", "--master-addr"),
     *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
-    *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num"),
-    *("--data-parallel-rpc-port", "-dpp", "--data-parallel-supervisor-port", "--kv-events-config", "--nccl-port"),
-    *("--gated-launch-port", "--disaggregation-bootstrap-port", "--encoder-bootstrap-port", "--encoder-urls"),
-    *("--encoder-register-urls", "--engine-info-bootstrap-port", "--load-publish-endpoint", "--weight-cache-socket"),
-    *("--decoupled-spec-bind-endpoint", "--decoupled-spec-connect-endpoints", "--smg-grpc-mode"),
-    *("--smg-http-sidecar-port", "--grpc-http-sidecar-port", "--forward-pass-metrics-ipc-name"),
-    *("--modelexpress-config", "--remote-instance-weight-loader-seed-instance-ip", "--decrypted-config-file"),
-    *("--remote-instance-weight-loader-seed-instance-service-port", "--decrypted-draft-config-file"),
-    "--remote-instance-weight-loader-send-weights-group-ports",
+    *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num", "--middleware"),
+    *("--worker-cls", "--worker-extension-cls", "--scheduler-cls", "--logits-processors", "--custom-weight-loader"),
 )
-_EXECUTORS = ("mp", "ray", "uni", "external_launcher")
-_MAY_IMPORT = (
-    *("--compilation-config", "-cc", "--structured-outputs-config", "--speculative-config", "-sc", "--spec-model"),
-)
-"""Options of vLLM that are allowed unless their value names something to import."""
+"""With another value the trainer could not reach the server, send it weights, or believe its probabilities."""
 DRAFT_OPTIONS = (
     *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-algorithm"),
     *("--speculative-adaptive-config", "--speculative-draft-model-path", "--speculative-num-steps"),
@@ -60,7 +41,6 @@ _SIZES = {
 QUANTIZATION_OPTIONS = ("--quantization", "-q", "--hf-overrides", "--json-model-override-args")
 _OTHER_SPLITS = {"--data-parallel-size-local", "--prefill-context-parallel-size", "-pcp"}
 """With these, the number of a server's GPUs is not the product of the three sizes."""
-_JSON_MARKS = r"""[\s"'{}\[\],=]+|:"""
 _NOT_SHORT = ("--reasoning-parser", "--tokenizer", "--watermark")
 """Options in their own right, although the name of an option above begins with theirs."""
 _COUNTERPARTS = (
@@ -171,23 +151,6 @@ def named_option(arguments: Sequence[str], options: Sequence[str]) -> str:
     """
     names = _names(arguments)
     return next((option for option in options if any(_is_meant(option, name) for name in names)), "")
-
-
-def importing_option(arguments: Sequence[str]) -> str:
-    """The first option that is refused because its value names code to import: a class, a function or a plug-in."""
-    for name, argument, following in zip(_names(arguments), arguments, [*arguments, ""][1:], strict=True):
-        value = argument.partition("=")[2] or following
-        if _is_meant("--distributed-executor-backend", name) and value not in _EXECUTORS:
-            return "--distributed-executor-backend"
-        option = next((option for option in _MAY_IMPORT if _is_meant(option, name)), "")
-        if option and ("plugin" in argument + value or any(map(_is_importable, re.split(_JSON_MARKS, value)))):
-            return option
-    return ""
-
-
-def _is_importable(word: str) -> bool:
-    """Whether `word` looks like `package.name` (a dot, but neither a number nor a path), or has a JSON escape."""
-    return "\\" in word or ("." in word and "/" not in word and not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", word))
 
 
 def _is_meant(option: str, name: str) -> bool:

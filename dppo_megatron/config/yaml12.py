@@ -61,12 +61,11 @@ class Dumper(yaml.SafeDumper):
 class Source:
     """Where settings come from: a file, whose messages have line numbers, or one setting of the command line.
 
-    `base` is the directory that relative paths in it start from (empty: the working directory). `saved`: a run of any
-    version wrote it.
+    `base` is the directory that relative paths in it start from (empty: the working directory).
     """
 
-    def __init__(self, name: str, *, has_lines: bool, base: str = "", saved: bool = False) -> None:
-        self.name, self.has_lines, self.base, self.saved = name, has_lines, base, saved
+    def __init__(self, name: str, *, has_lines: bool, base: str = "") -> None:
+        self.name, self.has_lines, self.base = name, has_lines, base
 
     def where(self, node: Node) -> str:
         """The source, and the line in a file."""

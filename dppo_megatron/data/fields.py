@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import ResolvedSet
 from dppo_megatron.data.rows import JsonFloat, Row, listed
-from dppo_megatron.types import Prompt, UserError
+from dppo_megatron.types import UserError
 
 Messages: TypeAlias = list[dict[str, str]]
 """Chat turns, each with `role` and `content`."""
@@ -124,14 +124,6 @@ def row_for_graders(row: Row, problem: str, source: str) -> Mapping[str, Any]:
     return {**row.values, **missing} if missing else row.values
 
 
-def as_read(prompt: Prompt, settings: ResolvedSet) -> tuple[str, str, Mapping[str, Any]]:
-    """Text, answer, and the row without what `row_for_graders` added."""
-    added = {"problem": prompt.problem, "source": prompt.source, "tolerance": prompt.row.get("error")}
-    added = {name: one for name, one in added.items() if name not in (settings.problem_field, settings.source_field)}
-    row = {name: one for name, one in prompt.row.items() if (name, one) not in added.items()}
-    return prompt.text, prompt.answer, row
-
-
 def level_of(row: Row, settings: ResolvedSet) -> tuple[float | None, bool]:
     """The row's difficulty, and whether it has one in a form that cannot be read (`easy`, a list)."""
     if settings.level_field:
@@ -203,15 +195,9 @@ def _find(values: Any, name: str) -> Any:
         return _ABSENT
     if name in values:
         return values[name]
-    head, dot, rest = name.partition(".")
-    while dot:
-        if head in values:
-            value = _find(values[head], rest)
-            if value is not _ABSENT:
-                return value
-        more, dot, rest = rest.partition(".")
-        head = f"{head}.{more}"
-    return _ABSENT
+    parts = name.split(".")
+    inside = (_find(values.get(".".join(parts[:at])), ".".join(parts[at:])) for at in range(1, len(parts)))
+    return next((value for value in inside if value is not _ABSENT), _ABSENT)
 
 
 def section_of(settings: ResolvedSet) -> str:
@@ -303,12 +289,10 @@ def last_boxed(value: Any) -> str:
     if not rest.startswith("{"):
         return rest.split("$")[0].strip()
     depth = 0
-    for position, character in enumerate(rest):
-        escaped = position > 0 and rest[position - 1] == "\\"
-        if character in "{}" and not escaped:
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return rest[1:position].strip()
+    for brace in re.finditer(r"(?<!\\)[{}]", rest):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return rest[1 : brace.start()].strip()
     return ""
 
 

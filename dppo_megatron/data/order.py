@@ -141,13 +141,10 @@ class WeightedOrder:
 
     def _items(self, s: int, start: int, count: int) -> IntArray:
         """Problems start, start + 1, ... of set `s`, over its epochs."""
-        parts, size = [], self._sizes[s]
-        while count:
-            epoch, offset = divmod(start, size)
-            part = self._epoch(s, epoch)[offset : offset + count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return np.concatenate(parts)
+        epoch, offset = divmod(start, self._sizes[s])
+        last = (start + count - 1) // self._sizes[s]
+        whole = np.concatenate([self._epoch(s, number) for number in range(epoch, last + 1)])
+        return whole[offset : offset + count]
 
     def _epoch(self, s: int, epoch: int) -> IntArray:
         """[size] the problems of one epoch of set `s`. Its order depends on the one before it, so all are computed."""
@@ -255,20 +252,14 @@ def _spaced(shuffled: IntArray, before: IntArray | None, window: int) -> IntArra
     """
     if before is None or window < 2:
         return shuffled
-    size, rank = len(shuffled), np.argsort(shuffled)
-    allowed = shuffled[~np.isin(shuffled, before[size - window + 1 :])]  # not among the last items of `before`
-    released: list[int] = []  # ranks of those last items that are far enough away by now, as a heap
-    chosen, next_allowed = [], 0
-    for position in range(window - 1):
-        if position:
-            heapq.heappush(released, int(rank[before[size - window + position]]))
-        if released and (next_allowed == len(allowed) or released[0] < rank[allowed[next_allowed]]):
-            chosen.append(int(shuffled[heapq.heappop(released)]))
-        else:
-            chosen.append(int(allowed[next_allowed]))
-            next_allowed += 1
-    rest = shuffled[~np.isin(shuffled, chosen)]
-    spaced: IntArray = np.concatenate([np.array(chosen, dtype=np.int64), rest])
+    rank = np.argsort(shuffled)
+    late = rank[before[len(shuffled) - window + 1 :]]  # of the last items of `before`, each allowed one place later
+    allowed = np.setdiff1d(rank, late).tolist()  # sorted, and so a heap
+    chosen = []
+    for one in late.tolist():
+        chosen.append(heapq.heappop(allowed))
+        heapq.heappush(allowed, one)
+    spaced: IntArray = shuffled[[*chosen, *sorted(allowed)]]
     return spaced
 
 

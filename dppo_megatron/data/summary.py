@@ -103,9 +103,8 @@ def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], may_change: Ite
         UserError: training data differs and may not.
     """
     lines = [f"evaluation set {line}" for line, _ in _differences(saved["eval"], now["eval"])]
-    if (saved.get("ends") or []) != (now.get("ends") or []):
-        before_ends = saved.get("ends", "not noted there")  # an earlier version saved none, and ignored config.json's
-        lines.append(f"tokens at which completions also end: {before_ends} -> {now['ends']}")
+    if saved["ends"] != now["ends"]:
+        lines.append(f"tokens at which completions also end: {saved['ends']} -> {now['ends']}")
     changed = _differences(saved["train"], now["train"])
     if list(saved["train"]) != list(now["train"]) and not changed:
         changed = [("order of the training sets", "data.train_sets")]

@@ -19,7 +19,6 @@ from dppo_megatron.config.paths import with_paths
 from dppo_megatron.config.plugins import is_plugin, source_digest
 from dppo_megatron.config.resolved_sets import eval_set_configs, set_rewards
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import as_read
 from dppo_megatron.evaluation.arguments import EvalArguments, prepare
 from dppo_megatron.evaluation.eval_samples import (
     FORMAT,
@@ -138,7 +137,6 @@ def evaluate(shared: EngineAndGraders, job: Job, out: Path, more: Mapping[str, A
 def about(job: Job, out: Path) -> dict[str, Any]:
     """Everything that decides the samples of an evaluation and their grades, as JSON."""
     config, model = job.config, Path(job.config.model.hf_path).resolve()
-    sets = eval_set_configs(config)
     files = sorted(path for path in model.rglob("*") if path.is_file() and out.resolve() not in path.parents)
     states = [(str(path.relative_to(model)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {
@@ -153,8 +151,8 @@ def about(job: Job, out: Path) -> dict[str, Any]:
         "reward": deciding(asdict(config.reward)),
         "sets": {name: one | {"reward": deciding(one["reward"])} for name, one in _sets_of(config).items()},
         "problems": {
-            name: sha256(repr([as_read(one, sets[name]) for one in prompts]).encode()).hexdigest()
-            for name, prompts in ((name, one.prompts) for name, one in job.eval_sets.items())
+            name: sha256(repr([(p.text, p.answer, p.row) for p in one.prompts]).encode()).hexdigest()
+            for name, one in job.eval_sets.items()
         },
     }
 

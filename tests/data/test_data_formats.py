@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dppo_megatron.config.data import EvalSetConfig, TrainSetConfig
 from dppo_megatron.config.resolved_sets import ResolvedEvalSet, ResolvedSet, ResolvedTrainSet, train_set_configs
 from dppo_megatron.config.schema import Config
-from dppo_megatron.data.fields import as_read, get_field, parse_level
+from dppo_megatron.data.fields import get_field, parse_level
 from dppo_megatron.data.sets import ProblemSet, load_set
 from dppo_megatron.rewards.math.grader import grade_math
 from dppo_megatron.types import UserError
@@ -292,7 +292,7 @@ def test_what_is_no_problem_is_refused(tmp_path: Path) -> None:
 
 def test_graders_know_a_row_by_whatever_names_it_has(tmp_path: Path) -> None:
     """Digits stated by OCW, a name that a question asks for, and OlympiadBench's own files, whose hint names settings
-    that keep every answer; the row's own fields stay, and are told from the others."""
+    that keep every answer; the row's own fields stay."""
     who = "Petya will receive more money"
     rows: list[dict[str, Any]] = [
         {"question": "How many?", "final_answer": "4.5e33", "data_source": "OCW", "said": "4.49e33"},
@@ -309,9 +309,6 @@ def test_graders_know_a_row_by_whatever_names_it_has(tmp_path: Path) -> None:
     assert not found.notes and [one.answer for one in found.prompts] == ["1.414", "3, 4", who, "4.5e33"]
     for one in found.prompts:
         assert grade_math(f"\\boxed{{{one.row['said']}}}", one.answer, one.row).reward == 1.0, one
-    assert [as_read(one, resolved(path, **own))[2] for one in found.prompts] == rows[::-1]
-    named = load(path, **own | {"source_field": "source"}, answer_from="all").prompts
-    assert as_read(named[2], resolved(path, **own | {"source_field": "source"}))[2] == rows[1]
     assert found.prompts[2].row["source"] == "own" and "source" not in found.prompts[1].row
     assert "1 rows have several answers, of which answer_from=last" in load(path, **own, answer_from="last").notes[0]
 

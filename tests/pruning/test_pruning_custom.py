@@ -185,7 +185,7 @@ def test_what_a_policy_keeps_is_saved_as_plain_data(tmp_path: Path, name: str) -
     settings = selection_settings(small_config(OWN + name))
     whole, resumed = Selector(settings, 8), Selector(settings, 8)
     _play(whole, range(1, 4))
-    write_state(tmp_path / "loop.pt", {"loop": whole.state_dict(), "generators": []})
+    write_state(tmp_path / "loop.pt", {"loop": whole.state_dict()})
     resumed.load_state_dict(read_state(tmp_path / "loop.pt")["loop"])
     np.testing.assert_equal(_play(resumed, range(4, 9)), _play(whole, range(4, 9)))
 

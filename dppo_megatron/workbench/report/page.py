@@ -47,7 +47,7 @@ def write_page(path: Path, runs: Sequence[RunRecord]) -> None:
         index = {"steps": sorted(samples.steps)} | {name: getattr(samples, name) for name in named}
         parts.append(script_data(f"samples-{number}", index))
         parts += [script_data(f"samples-{number}-{step}", groups) for step, groups in samples.steps.items()]
-    defaults = default_settings({key for run in runs for key in run.settings})
+    defaults = default_settings()
     about = {"runs": [_data(run) for run in runs], "defaults": defaults, "legend": LEGEND}
     parts.insert(0, script_data("report-data", about))
     write_html(path, ASSETS / "page.html", "dppo-megatron report", parts, [ASSETS / name for name in _SCRIPTS])

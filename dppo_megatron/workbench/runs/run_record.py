@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,11 +258,9 @@ def read_settings(path: Path, notes: list[str]) -> dict[str, str]:
     return _as_json(_mapping(path, lambda text: yaml.load(text, Loader=loader), notes))
 
 
-def default_settings(seen: Collection[str]) -> dict[str, str]:
-    """Dotted key -> default, as JSON; with those of removed settings that were `seen` in older runs."""
-    from dppo_megatron.config.layers import RETIRED  # with OmegaConf, 0.06 s
-
-    return _as_json(config_values(Config()) | {key: value for key, value in RETIRED.items() if key in seen})
+def default_settings() -> dict[str, str]:
+    """Dotted key -> default, as JSON."""
+    return _as_json(config_values(Config()))
 
 
 def standard_error(rewards: list[list[float | None]], weight: list[float]) -> float | None:
