@@ -13,8 +13,10 @@ import gzip
 import json
 import os
 import re
+import resource
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,14 @@ from dppo_megatron.types import UserError
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LONGEST_LINE = 64 * 2**20
 """Most bytes of a line. A problem has thousands; a longer line means that this is another kind of file."""
+_MOST_UNPACKED = 300
+"""Largest ratio of unpacked to compressed size: that of rows is 3 to 75, that of nothing but zeros 230 to 1,030."""
+_SMALL = 2**23
+"""Bytes that a gzip file may unpack to whatever that ratio."""
+_MOST_REPEATED = 2**28
+"""Bytes that a table may unpack to whatever that ratio: a system prompt repeated in 10,000 rows is stored once."""
+_MOST_GROWN = 2**30
+"""Most memory, in bytes, that reading a few hundred rows may take."""
 _NAME = re.compile(r"(?P<name>(?:[\w.-]+/)?[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _OLDEST = 4
 """Oldest version of `datasets`. Earlier ones run scripts of a repository."""
@@ -88,6 +98,15 @@ def read_file(path: str) -> Iterator[Row]:
         raise UserError(f"{path}: cannot be read: {error.strerror or reason(error)}") from None
 
 
+def _table_rows(table: Any, origin: str, first: int) -> Iterator[Row]:
+    """The rows of a pyarrow table. `first`: index of its first row in the file or set."""
+    short = {column.name: column.type for column in table.schema if _holds_short_floats(column.type)}
+    for number, values in enumerate(table.to_pylist(), start=first):
+        for name, kind in short.items():
+            values[name] = _as_written(values[name], kind)
+        yield Row(f"{origin}[{number}]", values)
+
+
 def listed(names: Iterable[str]) -> str:
     """Names of fields for a message, shortened: a damaged file may have any number of names of any length."""
     text = ", ".join(name if len(name) <= 60 else f"{name[:60]}..." for name in names)
@@ -127,7 +146,10 @@ def _json_lines(path: str) -> Iterator[Row]:
 def _json(path: str) -> Iterator[Row]:
     """A list of objects, {"data": [...]}, or JSON Lines, which many files named .json hold."""
     with _open(path) as file:
-        text = _decode(file.read().removeprefix(_BYTE_ORDER_MARK), path, "").strip()
+        size = os.stat(path).st_size
+        raw = file.read(max(_SMALL, _MOST_UNPACKED * size) + 1)
+        _check_ratio(len(raw), size, path)
+    text = _decode(raw.removeprefix(_BYTE_ORDER_MARK), path, "").strip()
     if text.startswith("{") and _has_objects_as_lines(text):
         yield from _json_lines(path)
         return
@@ -184,21 +206,55 @@ def _parquet(path: str) -> Iterator[Row]:
             if len(set(names)) < len(names):
                 raise UserError(f"{path}: two columns have the same name; it has: {listed(names)}")
             batches = file.iter_batches(batch_size=_ROWS_AT_A_TIME, use_threads=False)
-            yield from _rows_of_tables(batches, path)
+            yield from _rows_of_tables(map(pyarrow.Table.from_batches, ([batch] for batch in batches)), path)
     except (pyarrow.ArrowException, ValueError, OverflowError, MemoryError, TypeError, KeyError) as error:
         raise UserError(f"{path}: damaged or unreadable Parquet file: {reason(error)}") from None
 
 
-def _rows_of_tables(tables: Iterable[Any], origin: str) -> Iterator[Row]:
-    """The rows of pyarrow's tables or batches, which follow one another in the file or set `origin`."""
-    number = 0
-    for table in tables:
-        short = {column.name: column.type for column in table.schema if _holds_short_floats(column.type)}
-        for values in table.to_pylist():
-            for name, kind in short.items():
-                values[name] = _as_written(values[name], kind)
-            yield Row(f"{origin}[{number}]", values)
-            number += 1
+def _rows_of_tables(tables: Iterator[Any], path: str) -> Iterator[Row]:
+    """The rows of `tables` of a few hundred rows each, from the file or directory `path`. Memory is bounded, because a
+    kilobyte of a file may repeat one string a million times."""
+    number, unpacked = 0, 0
+    files = [file for file in Path(path).rglob("*") if file.is_file()] if Path(path).is_dir() else [Path(path)]
+    size = sum(file.stat().st_size for file in files if file.is_file())  # 0 for a set of the hub
+    while True:
+        try:
+            with growing_at_most(_MOST_GROWN):
+                if (table := next(tables, None)) is None:
+                    return
+                unpacked += sum(map(_unpacked_bytes, table.itercolumns()))
+                rows = list(_table_rows(table, path, number))
+        except MemoryError:
+            raise UserError(
+                f"{path}[{number}]: the {_ROWS_AT_A_TIME} rows from this one on take more than {_MOST_GROWN >> 30} GiB"
+                " of memory; a problem has thousands of bytes: this is another kind of file, or is damaged"
+            ) from None
+        if size:
+            _check_ratio(unpacked, size, path, _MOST_REPEATED)
+        yield from rows
+        number += len(rows)
+
+
+def _unpacked_bytes(column: Any) -> int:
+    """Bytes of a column with its dictionary codes replaced by the values they stand for."""
+    chunks = (chunk.dictionary_decode() if hasattr(chunk, "dictionary") else chunk for chunk in column.chunks)
+    return sum(chunk.nbytes for chunk in chunks)
+
+
+@contextmanager
+def growing_at_most(most: int) -> Iterator[None]:
+    """In the block, this process gets a MemoryError if it takes more than `most` bytes of additional memory."""
+    if not os.path.exists("/proc/self/statm"):  # not Linux
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        most += int(file.read().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (most if soft < 0 else min(most, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 _READERS: dict[str, Callable[[str], Iterator[Row]]] = {
@@ -215,12 +271,23 @@ def _open(path: str) -> IO[bytes]:
     return gzip.open(path, "rb") if path.lower().endswith(".gz") else open(path, "rb")  # type: ignore[return-value]
 
 
+def _check_ratio(unpacked: int, size: int, path: str, small: int = _SMALL) -> None:
+    """Raise UserError for a file of `size` bytes that unpacks to more than `small` and to hundreds of times as many."""
+    if unpacked > max(small, _MOST_UNPACKED * size):
+        raise UserError(
+            f"{path}: unpacks to more than {_MOST_UNPACKED} times its size; if that is right, unpack it yourself (write"
+            " a table as .jsonl)"
+        )
+
+
 def _lines(path: str) -> Iterator[tuple[int, str]]:
     """(number from 1, text with its line end) of each line. A byte-order mark is removed."""
     with _open(path) as file:
+        size = os.stat(path).st_size
         for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE + 1), b""), start=1):
             if len(line) > _LONGEST_LINE:
                 raise UserError(f"{path}:{number}: the line has more than {_LONGEST_LINE:,} bytes")
+            _check_ratio(file.tell(), size, path)
             text = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line, path, f":{number}")
             yield number, text
 
@@ -308,7 +375,7 @@ def _arrow_rows(split: Any, origin: str) -> Iterator[Row]:
     """The rows of a split of `datasets`, read as Arrow tables whatever its format."""
     number = 0
     try:
-        for row in _rows_of_tables(split.with_format("arrow").iter(_ROWS_AT_A_TIME), origin):
+        for row in _rows_of_tables(iter(split.with_format("arrow").iter(_ROWS_AT_A_TIME)), origin):
             yield row
             number += 1
     except Exception as error:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from jinja2 import Environment, TemplateSyntaxError
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from dppo_megatron.config.resolved_sets import ResolvedSet, Template
 from dppo_megatron.data.fields import Messages, section_of
+from dppo_megatron.data.rows import growing_at_most
 from dppo_megatron.texts import reason
 from dppo_megatron.types import UserError
 
+_TEMPLATE_BYTES = 2**30
+_TEMPLATE_CPU_S = 5.0
+"""Most CPU seconds to render one prompt; the longest templates in use take some milliseconds."""
 _MARK = "Xq7turn"
 """Placeholder for an assistant's text, to see what the chat template appends to it."""
 _DATE = "26 Jul 2024"
@@ -36,6 +44,11 @@ def check_template(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) ->
             f"{settings.key}: the prompt needs a chat template (apply_chat_template or a named template), but the"
             " model's tokenizer has none; use a plain one (template=plain_boxed, without apply_chat_template; for rows"
             f" of messages with problem_field={settings.problem_field}.0.content), or add a chat_template.jinja"
+        )
+    if _raises_to_powers(source):
+        raise UserError(
+            f"{settings.key}: the tokenizer's chat template raises to a power (**), which no prompt needs and which may"
+            " never end; remove it"
         )
     own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     for name in template.chat_template_kwargs:
@@ -63,6 +76,13 @@ def unstable(settings: ResolvedSet, tokenizer: PreTrainedTokenizerBase) -> list[
         "warning: the tokenizer's chat template writes the date or draws at random, so that prompts may differ at a"
         f" resume, which refuses other training prompts without checkpoint.may_change=[{settings.key}]"
     ]
+
+
+def _raises_to_powers(source: str) -> bool:
+    """Whether a template uses `**`: even with small numbers it may be a C operation for hours, which no signal ends."""
+    with contextlib.suppress(TemplateSyntaxError):  # transformers reports the mistake when it renders
+        return any((kind, text) == ("operator", "**") for _, kind, text in Environment().lex(source))
+    return False
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -195,10 +215,26 @@ def _chat(problem: str | Messages, origin: str, template: Template) -> Messages:
 
 
 def _filled_in(chat: Messages, template: Template, tokenizer: PreTrainedTokenizerBase, *, generates: bool) -> str:
-    """The chat as text. Raises whatever the template raises."""
-    writes_today = "strftime_now" in (chat_template_of(tokenizer) or "")  # others have a fixed date or none
-    extra = ({"date_string": _DATE} if writes_today else {}) | template.chat_template_kwargs
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generates, **extra))
+    """The chat as text. Raises whatever the template raises, and TimeoutError if it computes too long.
+
+    Jinja's sandbox limits what a template can access, but not its time or memory. A signal stops it between two
+    bytecodes, or within a product of huge integers. Like all signals it works only in the main thread, where data are
+    read. Text that keeps doubling fills the memory within that time, so this process may grow by at most 1 GiB.
+    """
+
+    def stop(*_: object) -> NoReturn:
+        raise TimeoutError(f"it took more than {_TEMPLATE_CPU_S:g} s of CPU")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TEMPLATE_CPU_S)
+    try:
+        writes_today = "strftime_now" in (chat_template_of(tokenizer) or "")  # others have a fixed date or none
+        extra = ({"date_string": _DATE} if writes_today else {}) | template.chat_template_kwargs
+        with growing_at_most(_TEMPLATE_BYTES):
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generates, **extra))
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def sequence_start(template: Template, tokenizer: PreTrainedTokenizerBase) -> list[int]:
