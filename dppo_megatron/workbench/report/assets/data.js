@@ -45,7 +45,7 @@ const runDot = (number) => make("span", { class: "dot", "data-colour": number })
 const grid = (...cards) => div("grid", ...cards);
 
 function section(id, title, lead, ...children) {
-  const heading = make("h2", { id: `${id}-title`, tabindex: "-1" }, title);
+  const heading = make("h2", { id: `${id}-title` }, title);
   return make("section", { id, "aria-labelledby": heading.id }, heading, lead && paragraph("lead", lead), ...children);
 }
 

@@ -95,10 +95,8 @@ function pruning() {
   const lead =
     "What was left out, and what that costs in variance. " +
     "A design effect of 1.2 is as if the batch were 1.2 times smaller.";
-  const kept = { title: "Ledger over time", note: "Share that each selection has kept.", traces: keptShares };
-  const ledger = () => [chartCard({ ...kept, layout: shares, wide: true }), ledgerCard()];
   const hasLedger = runs.some((run) => run.ledger.length);
-  return section("pruning", "Pruning", lead, grid(plotCards(PRUNING), hasLedger && ledger()));
+  return section("pruning", "Pruning", lead, grid(plotCards(PRUNING), hasLedger && ledgerCard()));
 }
 
 /** The bias ledger: a row for each selection of each run, over the steps that have it. */

@@ -104,24 +104,6 @@ function scores(pattern) {
   );
 }
 
-/** Share that each selection of the ledger has kept: a line, and a mark for a step without a neighbour. */
-function keptShares() {
-  const markSize = (_, place, kept) => ((kept[place - 1] ?? kept[place + 1] ?? null) === null ? 6 : 0);
-  return ofShownRuns((run, style, label) =>
-    run.ledger.map((selection, index) => ({
-      x: axisValues(run),
-      y: selection.kept,
-      name: label(selection.name),
-      mode: "lines+markers",
-      marker: { size: selection.kept.map(markSize) },
-      connectgaps: false,
-      line: { ...style(index), shape: "hv" },
-      customdata: selection.label,
-      hovertemplate: "%{y:.1%} %{customdata}",
-    })),
-  );
-}
-
 /** Seconds of each phase, stacked, of one run: areas over its steps, or the bars of a single step. */
 function stackedPhases(run) {
   const phase = (key) => key.slice(5, -2);
