@@ -31,13 +31,8 @@ const LEARNING = {
   "Evaluation: best of n": { note: "pass@n: chance that one of n answers is right.", pattern: /^pass@(?!1$)\d+$/ },
   "Evaluation: vote of n": { note: "maj@n: chance that the most common of n answers is right.", pattern: /^maj@\d+$/ },
   "Completion length": {
-    note: "Tokens: mean, and the 10th, 50th and 90th percentile of the step.",
-    metrics: {
-      "rollout/completion_tokens_mean": "mean",
-      "length/p10": "p10",
-      "length/p50": "median",
-      "length/p90": "p90",
-    },
+    note: "Mean tokens.",
+    metrics: { "rollout/completion_tokens_mean": "mean" },
     layout: fromZero,
   },
   "Truncated and failed": {

@@ -33,19 +33,10 @@ function isFound(group) {
 
 /** The text with what is searched marked in it. */
 function marked(text) {
-  const wanted = browser.wanted.toLowerCase();
-  if (!wanted) return [text];
-  const lower = text.toLowerCase();
-  const parts = [];
-  let from = 0;
-  let at = lower.indexOf(wanted);
-  while (at >= 0 && parts.length < 400) {
-    const end = at + wanted.length;
-    parts.push(text.slice(from, at), make("mark", {}, text.slice(at, end)));
-    from = end;
-    at = lower.indexOf(wanted, from);
-  }
-  return [...parts, text.slice(from)];
+  if (!browser.wanted) return [text];
+  const wanted = browser.wanted.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"); // as it is, and no pattern
+  const parts = text.split(new RegExp(`(${wanted})`, "gi"));
+  return parts.map((part, place) => (place % 2 ? make("mark", {}, part) : part));
 }
 
 /** Why a completion was kept or not, in words. */
