@@ -88,7 +88,7 @@ def _wait(page: Any, script: str) -> Any:
 
 @pytest.mark.slow
 def test_the_plots_are_drawn(page: Any) -> None:
-    page.execute_script("drawAll()")
+    page.execute_script("charts.forEach(draw)")
     assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
     empty = page.execute_script(
         "return charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
@@ -141,10 +141,6 @@ def test_named_rewards_are_drawn_beside_the_mean(page: Any) -> None:
     )
     named = "times the pruning weights"
     assert [f"second · {named}", "dot"] in dashes and [named, "dot"] in dashes  # its line, and its entry in the legend
-    page.execute_script(
-        "const which = document.querySelector('#settings select');"
-        "which.value = 'changed'; which.dispatchEvent(new Event('change'))"
-    )
     changed = page.execute_script("return document.querySelector('#settings tbody').textContent")
     assert "reward.functions.shortness.function" in changed and "data.eval_sets.aime.limit" not in changed
 
@@ -167,7 +163,7 @@ def test_nothing_scrolls_sideways_on_a_telephone(page: Any) -> None:
     size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        page.execute_script("drawAll()")
+        page.execute_script("charts.forEach(draw)")
         assert _wait(page, "innerWidth === 420")
         parts = "[document.documentElement, ...document.querySelectorAll('.scroll, .card, header')]"
         assert _wait(page, f"{parts}.every(one => one.scrollWidth <= one.clientWidth)")
@@ -197,7 +193,7 @@ def test_samples_are_looked_through(page: Any) -> None:
 def test_runs_are_compared(page: Any) -> None:
     settings = page.execute_script("return document.querySelector('#settings tbody').innerText")
     assert "seed" in settings and "run_dir" in settings and "rollout.engine" not in settings
-    page.execute_script("drawAll()")
+    page.execute_script("charts.forEach(draw)")
     page.execute_script("document.querySelector('[aria-label=\"Show second\"]').click()")
     reward = "charts[0].traces().filter(one => one.name && one.showlegend !== false).length"
     assert page.execute_script(f"return {reward}") == 1
@@ -222,7 +218,7 @@ def test_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver: Any, tmp_pa
         driver.get_log("browser")
         _open(driver, tmp_path / "report.html")
         for axis in ("step", "seconds"):
-            driver.execute_script(f"state.axis = '{axis}'; redraw(); drawAll()")
+            driver.execute_script(f"state.axis = '{axis}'; redraw(); charts.forEach(draw)")
             drawn = "charts.every(one => one.plot.querySelector('.main-svg') && one.plot.querySelector('.trace'))"
             assert driver.execute_script(f"return {drawn}")
         split = driver.execute_script(
@@ -260,7 +256,7 @@ def test_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
     driver.switch_to.new_window("window")
     try:
         _open(driver, tmp_path / "report.html")
-        driver.execute_script("drawAll()")
+        driver.execute_script("charts.forEach(draw)")
         assert _wait(driver, "charts.every(one => one.plot.querySelector('.main-svg'))")
         unseen = driver.execute_script(
             "return charts.filter(one =>"
@@ -309,7 +305,7 @@ def test_for_everyone(page: Any) -> None:
 def test_axe_finds_nothing(page: Any, theme: str) -> None:
     """WCAG 2.1 A and AA, and axe's best practices, on the whole page with all plots drawn."""
     package = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
-    page.execute_script(f"setTheme('{theme}'); drawAll()")
+    page.execute_script(f"setTheme('{theme}'); charts.forEach(draw)")
     assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
     page.execute_script((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]

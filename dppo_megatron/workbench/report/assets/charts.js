@@ -57,10 +57,6 @@ function redraw() {
   }
 }
 
-function drawAll() {
-  charts.forEach(draw);
-}
-
 function setTheme(theme) {
   state.theme = theme;
   document.documentElement.dataset.theme = theme;

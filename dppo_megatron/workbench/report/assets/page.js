@@ -1,4 +1,4 @@
-// The page put together: its sections with their links, dark or light; printed, it is light and has all plots.
+// The page put together: its sections with their links, dark or light.
 const SECTIONS = [
   ["overview", "Runs", overview],
   ["learning", "Learning", learning],
@@ -16,14 +16,6 @@ for (const [id, name, build] of SECTIONS) {
 }
 setTheme(state.theme);
 byId("theme").addEventListener("click", () => setTheme(state.theme === "dark" ? "light" : "dark"));
-let before;
-addEventListener("beforeprint", () => {
-  before = state.theme;
-  setTheme("light");
-  drawAll();
-});
-addEventListener("afterprint", () => setTheme(before));
-
 byId("axis").addEventListener("change", (event) => {
   state.axis = event.target.value;
   redraw();

@@ -127,10 +127,17 @@ function memberCard(member) {
 function samples() {
   const names = runs.map((run, number) => option(number, run.name));
   const paints = [option("surprisal"), option("difference", "engine − actor"), option("none", "no colour")];
+  const search = {
+    type: "search",
+    class: "grow",
+    "aria-label": "Search the samples",
+    placeholder: "search prompts, completions, answers in all steps",
+    oninput: searchSoon,
+  };
   const ui = {
     run: select("Run", chooseRun, names),
     step: select("Step", chooseStep),
-    search: searchBox("Search the samples", "search prompts, completions, answers in all steps", searchSoon),
+    search: make("input", search),
     paint: select("Colour of the tokens", choosePaint, paints),
     note: paragraph("note"),
     list: make("ul", { class: "groups", "aria-label": "Groups" }),
