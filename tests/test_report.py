@@ -9,7 +9,6 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,7 +20,7 @@ from dppo_megatron.types import UserError
 from dppo_megatron.workbench.cli import main
 from dppo_megatron.workbench.report.findings import findings
 from dppo_megatron.workbench.report.page import read_samples, write_page
-from dppo_megatron.workbench.runs.run_record import read_run, standard_error
+from dppo_megatron.workbench.runs.run_record import read_run
 
 
 def test_a_long_run_is_there_in_full(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_a_long_run_is_there_in_full(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", [read_run(run)])
     held = unpacked(tmp_path / "report.html")
     data = json.loads(held["report-data"])["runs"][0]
-    assert len(data["steps"]) == 1001 and len(data["columns"]["reward/se"]) == 1001
+    assert len(data["steps"]) == 1001 and len(data["columns"]["reward/mean"]) == 1001
     assert {f"samples-0-{step}" for step in sampled} <= held.keys()
     assert (tmp_path / "report.html").stat().st_size < 15e6
 
@@ -59,7 +58,6 @@ def test_every_state_of_a_run(tmp_path: Path, left: str) -> None:
     run = write_record(tmp_path / "run", 5)
     if left != "finished":
         (run / "summary.json").unlink()
-        (run / "trace.jsonl").unlink()
         shutil.rmtree(run / "samples")
         with open(run / "metrics.jsonl", "a") as file:
             file.write('{"step": 6, "reward/me')  # a kill, or a line in the making
@@ -110,16 +108,6 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run), str(good), "--out", str(out)]) == 0
     assert "holds no step yet; it is left out" in capsys.readouterr().err
     assert [one["name"] for one in json.loads(unpacked(out)["report-data"])["runs"]] == ["good"]
-
-
-def test_standard_error_is_that_of_the_group_means() -> None:
-    """With equal weights and groups: the textbook's s / sqrt(n). Failed gradings are left out."""
-    rng = np.random.default_rng(1)
-    rewards = rng.random((12, 8))
-    expected = rewards.mean(axis=1).std(ddof=1) / np.sqrt(12)
-    assert standard_error(rewards.tolist(), [3.0] * 12) == pytest.approx(expected, rel=1e-12)
-    assert standard_error([[0.0, None], [None, 1.0]], [1.0, 1.0]) == pytest.approx(0.5)
-    assert standard_error([[0.0, 1.0]], [1.0]) is None
 
 
 def test_findings_name_their_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of `dppo-megatron report`, and of a comparison, in a real browser."""
+"""The page of `dppo-megatron report` in a real browser."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ import pytest
 from support.job import REPOSITORY
 from support.record import write_record
 
-from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
-from dppo_megatron.workbench.compare.table import results, table
-from dppo_megatron.workbench.compare.table import write_page as write_comparison
-from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.page import write_page
 from dppo_megatron.workbench.runs.run_record import read_run
 from dppo_megatron.workbench.runs.sample_rows import LEGEND
@@ -92,7 +88,7 @@ def _wait(page: Any, script: str) -> Any:
 
 @pytest.mark.slow
 def test_the_plots_are_drawn(page: Any) -> None:
-    page.execute_script("drawAll()")
+    page.execute_script("charts.forEach(draw)")
     assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
     empty = page.execute_script(
         "return charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
@@ -145,10 +141,6 @@ def test_named_rewards_are_drawn_beside_the_mean(page: Any) -> None:
     )
     named = "times the pruning weights"
     assert [f"second · {named}", "dot"] in dashes and [named, "dot"] in dashes  # its line, and its entry in the legend
-    page.execute_script(
-        "const which = document.querySelector('#settings select');"
-        "which.value = 'changed'; which.dispatchEvent(new Event('change'))"
-    )
     changed = page.execute_script("return document.querySelector('#settings tbody').textContent")
     assert "reward.functions.shortness.function" in changed and "data.eval_sets.aime.limit" not in changed
 
@@ -171,7 +163,7 @@ def test_nothing_scrolls_sideways_on_a_telephone(page: Any) -> None:
     size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
-        page.execute_script("drawAll()")
+        page.execute_script("charts.forEach(draw)")
         assert _wait(page, "innerWidth === 420")
         parts = "[document.documentElement, ...document.querySelectorAll('.scroll, .card, header')]"
         assert _wait(page, f"{parts}.every(one => one.scrollWidth <= one.clientWidth)")
@@ -181,73 +173,30 @@ def test_nothing_scrolls_sideways_on_a_telephone(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_with_the_keyboard(page: Any) -> None:
-    from selenium.webdriver.common.keys import Keys
-
-    body = page.find_element("css selector", "body")
-    text = "document.querySelector('.detail h3').textContent"
-    body.send_keys("1")
-    assert page.execute_script(f"return {text}") == "Prompt 100"
-    body.send_keys("j", "j")
-    assert page.execute_script(f"return {text}") == "Prompt 102"
-    body.send_keys("p")
+def test_samples_are_looked_through(page: Any) -> None:
+    text = "return document.querySelector('.detail h3').textContent"
+    assert page.execute_script(text) == "Prompt 100"
+    page.execute_script("document.querySelectorAll('.groups button')[2].click()")
+    assert page.execute_script(text) == "Prompt 102"
+    step = "const which = document.querySelector('[aria-label=Step]'); which.value = 29;"
+    page.execute_script(f"{step} which.dispatchEvent(new Event('change'))")
     assert page.execute_script("return browser.step") == 29
     theme = page.execute_script("return state.theme")
-    body.send_keys("t")
+    page.execute_script("document.getElementById('theme').click()")
     assert page.execute_script("return document.documentElement.dataset.theme") != theme
-    body.send_keys("/")
-    search = page.switch_to.active_element
-    assert search.get_attribute("id") == "sample-search"
-    search.send_keys("problem 7")
+    page.find_element("css selector", "#samples [type=search]").send_keys("problem 7")
     assert _wait(page, "document.querySelectorAll('.groups button').length == 1")
     assert page.execute_script("return document.querySelectorAll('mark').length") > 0
-    search.send_keys(Keys.ESCAPE)
-    assert page.switch_to.active_element.tag_name == "body"
-    body.send_keys("?")
-    assert page.execute_script("return keys.open")
-    page.switch_to.active_element.send_keys(Keys.ESCAPE)
 
 
 @pytest.mark.slow
 def test_runs_are_compared(page: Any) -> None:
     settings = page.execute_script("return document.querySelector('#settings tbody').innerText")
     assert "seed" in settings and "run_dir" in settings and "rollout.engine" not in settings
-    page.execute_script("drawAll()")
+    page.execute_script("charts.forEach(draw)")
     page.execute_script("document.querySelector('[aria-label=\"Show second\"]').click()")
     reward = "charts[0].traces().filter(one => one.name && one.showlegend !== false).length"
     assert page.execute_script(f"return {reward}") == 1
-
-
-@pytest.mark.slow
-def test_a_comparison_is_drawn(driver: Any, tmp_path: Path) -> None:
-    """In a window of its own: the other tests go on with the page that they have."""
-    arms = [Arm(name, name, 8, ()) for name in ("grpo", "dppo")]
-    runs = [
-        MethodRun(
-            arm.name, seed, [Point(4 * i, 0.3 + 0.1 * i, 4.0 * i, 3.0 * i, 100 * i, 50 * i) for i in range(6)],
-            {"prompts": "exact"}, {"heldout": [1.0, 0.0, float(seed)]}, {"rollout": 1.0, "update": 2.0},
-        )
-        for arm in arms for seed in (0, 1)
-    ]  # fmt: skip
-    verdict = judge(runs, arms)
-    write_comparison(tmp_path / "report.html", "a comparison", table(verdict), results(verdict, runs, ["a note"]))
-    first = driver.current_window_handle
-    driver.switch_to.new_window("window")
-    try:
-        driver.get_log("browser")
-        _open(driver, tmp_path / "report.html")
-        driver.execute_script("drawAll()")
-        # 4 speed-ups, the ends, 5 curves, the seconds
-        assert _wait(driver, "charts.length === 11 && document.querySelectorAll('.plot .main-svg').length > 20")
-        empty = "charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
-        assert driver.execute_script(f"return {empty}") == []
-        told = driver.execute_script("return document.getElementById('about').innerText")
-        assert "date" in told and "torch" in told
-        assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
-        _keep(driver, "comparison")
-    finally:
-        driver.close()
-        driver.switch_to.window(first)
 
 
 @pytest.mark.slow
@@ -269,7 +218,7 @@ def test_a_run_that_has_just_begun_and_one_from_a_checkpoint(driver: Any, tmp_pa
         driver.get_log("browser")
         _open(driver, tmp_path / "report.html")
         for axis in ("step", "seconds"):
-            driver.execute_script(f"state.axis = '{axis}'; redraw(); drawAll()")
+            driver.execute_script(f"state.axis = '{axis}'; redraw(); charts.forEach(draw)")
             drawn = "charts.every(one => one.plot.querySelector('.main-svg') && one.plot.querySelector('.trace'))"
             assert driver.execute_script(f"return {drawn}")
         split = driver.execute_script(
@@ -307,7 +256,7 @@ def test_a_run_of_one_step(driver: Any, tmp_path: Path) -> None:
     driver.switch_to.new_window("window")
     try:
         _open(driver, tmp_path / "report.html")
-        driver.execute_script("drawAll()")
+        driver.execute_script("charts.forEach(draw)")
         assert _wait(driver, "charts.every(one => one.plot.querySelector('.main-svg'))")
         unseen = driver.execute_script(
             "return charts.filter(one =>"
@@ -356,7 +305,7 @@ def test_for_everyone(page: Any) -> None:
 def test_axe_finds_nothing(page: Any, theme: str) -> None:
     """WCAG 2.1 A and AA, and axe's best practices, on the whole page with all plots drawn."""
     package = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
-    page.execute_script(f"setTheme('{theme}'); drawAll()")
+    page.execute_script(f"setTheme('{theme}'); charts.forEach(draw)")
     assert _wait(page, "document.querySelectorAll('.plot .main-svg').length > 30")
     page.execute_script((Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]

@@ -1,8 +1,8 @@
 """metrics.jsonl and trace.jsonl: one line per step, written atomically, and truncated to the checkpoint on resume.
 
 No line is lost. A line that does not fit on a full disk waits in memory. A line that is damaged, or belongs to a step
-that is done again, is moved unchanged to `old/` beside the record. What a bounded record moves there is bounded like
-the record itself. A checkpoint stores a checksum of every line, so that even a changed digit is detected.
+that is done again, is moved unchanged to `old/` beside the record. What a bounded record moves there replaces what
+it moved before, so that it is bounded too. A checkpoint stores a checksum of every line: even a changed digit shows.
 
 A resume reads the file once, line by line, and parses no line whose checksum is right: 10,000 steps of 512 x 16
 rollouts are 1.9 GB. A full bounded record drops its older half, so that each byte is copied once on average.
@@ -232,7 +232,8 @@ def rewind(
                 parts = parts[1:]
             target = path.parent / OLD / f"{path.stem}.{name}{path.suffix}"
             make_directory(target.parent)
-            _make_room(target, sum(size + 1 for _, size, _ in parts), max_bytes)
+            if max_bytes:  # only what the last such start has moved
+                target.unlink(missing_ok=True)
             with append_to(target) as file:
                 file.writelines(line + b"\n" for line in _lines_at(path, parts))
                 os.fsync(file.fileno())  # before they disappear from the record
@@ -255,16 +256,6 @@ def rewind(
             os.fsync(file.fileno())
     found.sums.pop(_HEADER, None)
     return messages, found.sums
-
-
-def _make_room(path: Path, added: int, max_bytes: int) -> None:
-    """Drop the older lines if `added` more bytes would exceed `max_bytes`; half of that is then left with them."""
-    size = path.stat().st_size if path.exists() else 0
-    if size and 0 < max_bytes < size + added:
-        with open_to_read(path) as before, replacing(path) as file:
-            before.seek(size - max(0, max_bytes // 2 - added) - 1)
-            before.readline()
-            shutil.copyfileobj(before, file, _BLOCK)
 
 
 def _look_through(path: Path, last_step: int, sums: Mapping[int, int] | None) -> _Contents:

@@ -7,6 +7,7 @@ import json
 import re
 from base64 import b64decode
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -40,7 +41,7 @@ def write_record(
     run_dir.mkdir(parents=True)
     values = config_values(Config()) | {"steps": steps, "run_dir": str(run_dir)}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(values))
-    metrics, trace = [{"step": 0, "eval/math/pass@1": 0.2, "eval/math/pass@1_se": 0.02}], [{"format": "header"}]
+    metrics: list[dict[str, Any]] = [{"step": 0, "eval/math/pass@1": 0.2, "eval/math/pass@1_se": 0.02}]
     for step in range(1, steps + 1):
         rewards = (rng.random((prompts, group)) < step / steps).astype(float)
         lengths = rng.integers(10, 500, (prompts, group))
@@ -59,13 +60,8 @@ def write_record(
                               "note": f"cut {step}", "bias_estimate": 0.25}],
         } | phases | {"time/step_s": sum(phases.values()) + 0.1} | others  # fmt: skip
         metrics.append(row)
-        trace.append(
-            {"step": step, "prompts": list(range(prompts)), "inclusion_prob": [0.5] * prompts,
-             "rewards": rewards.tolist(), "lengths": lengths.tolist()}
-        )  # fmt: skip
     metrics[-1] |= {"eval/math/pass@1": 0.6, "eval/math/pass@1_se": 0.03}
-    for name, rows in (("metrics.jsonl", metrics), ("trace.jsonl", trace)):
-        (run_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     writer = SampleWriter(run_dir / "samples", 0, 1, SamplesConfig())
     (run_dir / "samples").mkdir()
     for step in sampled or range(steps - 2, steps + 1):

@@ -3,21 +3,15 @@ the servers and what deserves a second look:
 
   dppo-megatron watch runs/quickstart
 
-It reads only the run's files, so it works over SSH and beside any trainer. `q` or Control-C leaves it and does not
-affect the run. If the run has ended, or the output is not a terminal, it prints one picture.
+It reads only the run's files, so it works over SSH and beside any trainer. Control-C leaves it and does not affect
+the run. If the run has ended, or the output is not a terminal, it prints one picture.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import select
 import sys
-import termios
 import time
-import tty
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from dppo_megatron.progress import progress
@@ -53,34 +47,10 @@ def execute(arguments: argparse.Namespace) -> int:
     if is_over or not console.is_terminal or console.is_dumb_terminal:
         console.print(shown)
         return 0
-    with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while latest.record.status == "running":
             # the curves, the time and the head take some 25 lines
             live.update(picture(max(1, min(8, console.height - 27))), refresh=True)
-            if select.select(keys, [], [], arguments.every)[0] and _is_quit(keys[0]):
-                break
+            time.sleep(arguments.every)
     console.print(picture())
     return 0
-
-
-@contextmanager
-def _keys() -> Iterator[list[int]]:
-    """The descriptor of a terminal from which keys can be read one by one; an empty list if stdin is no terminal."""
-    if not sys.stdin.isatty():
-        yield []
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    try:
-        tty.setcbreak(descriptor)
-        yield [descriptor]
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _is_quit(descriptor: int) -> bool:
-    try:
-        typed = os.read(descriptor, 1024)  # not by sys.stdin, whose buffer would hide a second key from `select`
-    except OSError:  # the terminal was closed
-        return True
-    return not typed or b"q" in typed.lower()

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import numpy as np
 import yaml
 
 from dppo_megatron.config.changes import flat
@@ -202,8 +199,6 @@ class Follow:
 def read_run(path: Path) -> RunRecord:
     """All that the report shows. Raises UserError: no directory, or one without a metrics.jsonl that has a step."""
     run = read_metrics(path)
-    with suppress(OSError):
-        _add_trace(run, path / "trace.jsonl")
     run.settings = read_settings(path / "config.yaml", run.notes)
     if run.setting("rollout.async_steps", 0) and not run.setting("rollout.servers.colocate", False):
         # it generates during the whole step, and the rollout's seconds are only the wait at its end
@@ -263,21 +258,6 @@ def default_settings() -> dict[str, str]:
     return _as_json(config_values(Config()))
 
 
-def standard_error(rewards: list[list[float | None]], weight: list[float]) -> float | None:
-    """Standard error of the weighted mean reward, over groups: completions of one prompt are not independent.
-
-    Example: two groups of means 0 and 1 with weight 1 -> mean 0.5, standard error 0.5.
-    """
-    graded = [[value for value in group if value is not None] for group in rewards]
-    known = [(sum(group) / len(group), one) for group, one in zip(graded, weight, strict=False) if group]
-    if len(known) < 2:
-        return None
-    mean, w = np.array(known).T
-    with np.errstate(all="ignore"):  # a damaged trace may hold 1e300
-        spread = np.sqrt(np.square(w * (mean - (w * mean).sum() / w.sum())).sum()) / w.sum()
-    return finite_number(float(spread) * math.sqrt(len(mean) / (len(mean) - 1)))
-
-
 def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
     """A step's numbers, including those that are computed from others."""
     values = {
@@ -293,37 +273,6 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float | None]:
 def _quotient(above: Any, below: Any) -> float | None:
     a, b = finite_number(above), finite_number(below)
     return finite_number(a / b) if a is not None and b else None
-
-
-class _TraceRow(msgspec.Struct):
-    """The fields of a trace line that are needed; the decoder skips the rest."""
-
-    step: int
-    rewards: list[list[float | None]] = []
-    lengths: list[list[Annotated[int, msgspec.Meta(ge=0, lt=2**53)]]] = []
-    inclusion_prob: list[float] = []
-
-
-def _add_trace(run: RunRecord, path: Path) -> None:
-    """Add standard errors and percentiles, which need the individual rollouts."""
-    place = {step: index for index, step in enumerate(run.steps)}
-    names = ("reward/se", "length/p10", "length/p50", "length/p90")
-    columns: dict[str, list[float | None]] = {name: [None] * len(place) for name in names}
-    decode = msgspec.json.Decoder(_TraceRow).decode
-    with open_to_read(path) as file:
-        for line in file:
-            try:
-                row = decode(line)
-            except _UNREADABLE:
-                continue  # the header, or a damaged line
-            at = place.get(row.step)
-            if at is None or not row.rewards:
-                continue
-            columns["reward/se"][at] = standard_error(row.rewards, [1 / p if p else 0.0 for p in row.inclusion_prob])
-            lengths = np.array([length for group in row.lengths for length in group] or [0])
-            for name, value in zip(names[1:], np.percentile(lengths, (10, 50, 90)).tolist(), strict=True):
-                columns[name][at] = value
-    run.columns |= columns
 
 
 def _json(path: Path, notes: list[str]) -> dict[str, Any]:

@@ -23,9 +23,6 @@ function chartCard({ title, note, traces, layout = {}, wide = false, height }) {
   return make("figure", { class: wide ? "card wide" : "card" }, caption, plot);
 }
 
-/** The title of a horizontal axis. */
-const axisTitle = (text) => ({ text, standoff: 4, font: { size: 11 } });
-
 function plotLayout(own, traces) {
   const line = css("--line");
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
@@ -40,7 +37,7 @@ function plotLayout(own, traces) {
     legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink") } },
     ...own,
-    xaxis: { ...axis, title: axisTitle(AXES[state.axis]), ...own.xaxis },
+    xaxis: { ...axis, title: { text: AXES[state.axis], standoff: 4, font: { size: 11 } } },
     yaxis: { ...axis, ...own.yaxis },
   };
 }
@@ -60,34 +57,9 @@ function redraw() {
   }
 }
 
-function drawAll() {
-  charts.forEach(draw);
-}
-
-/** The page: its sections with their links, dark or light; printed, it is light and has all plots. */
-function assemble(sections) {
-  for (const [id, name, build] of sections) {
-    byId("nav").append(make("a", { href: `#${id}` }, name));
-    byId("main").append(build());
-  }
-  setTheme(state.theme);
-  byId("theme").addEventListener("click", flipTheme);
-  let before;
-  addEventListener("beforeprint", () => {
-    before = state.theme;
-    setTheme("light");
-    drawAll();
-  });
-  addEventListener("afterprint", () => setTheme(before));
-}
-
 function setTheme(theme) {
   state.theme = theme;
   document.documentElement.dataset.theme = theme;
   for (const dot of document.querySelectorAll("[data-colour]")) dot.style.background = colour(dot.dataset.colour);
   redraw();
-}
-
-function flipTheme() {
-  setTheme(state.theme === "dark" ? "light" : "dark");
 }

@@ -39,13 +39,11 @@ const chip = (text, kind = "") => span(`chip ${kind}`, text);
 const button = (text, onclick, attributes = {}) => make("button", { type: "button", onclick, ...attributes }, text);
 const option = (value, text = value, selected = false) => make("option", { value, selected }, text);
 const select = (label, onchange, ...options) => make("select", { "aria-label": label, onchange }, options);
-const searchBox = (label, placeholder, oninput) =>
-  make("input", { type: "search", class: "grow", "aria-label": label, placeholder, oninput });
 const runDot = (number) => make("span", { class: "dot", "data-colour": number });
 const grid = (...cards) => div("grid", ...cards);
 
 function section(id, title, lead, ...children) {
-  const heading = make("h2", { id: `${id}-title`, tabindex: "-1" }, title);
+  const heading = make("h2", { id: `${id}-title` }, title);
   return make("section", { id, "aria-labelledby": heading.id }, heading, lead && paragraph("lead", lead), ...children);
 }
 
@@ -54,14 +52,14 @@ function section(id, title, lead, ...children) {
  * the class of its cells, or a function from the item to that. With class "stacking" rows become lists on a narrow
  * screen (style.css), for which each cell carries its column's name.
  */
-function table(columns, items, { className, rowClass = () => null } = {}) {
+function table(columns, items, className) {
   const used = columns.filter(Boolean);
   const head = used.map(({ name, kind }) => make("th", { scope: "col", class: kind === "num" && kind }, name));
   const cell = ({ name, kind, content }, item) => {
     const attributes = { class: typeof kind === "function" ? kind(item) : kind, "data-name": name };
     return make("td", attributes, content(item));
   };
-  const row = (item) => make("tr", { class: rowClass(item) }, ...used.map((column) => cell(column, item)));
+  const row = (item) => make("tr", {}, ...used.map((column) => cell(column, item)));
   const body = make("tbody", {}, ...items.map(row));
   return make("table", { class: className }, make("thead", {}, make("tr", {}, ...head)), body);
 }

@@ -31,13 +31,8 @@ const LEARNING = {
   "Evaluation: best of n": { note: "pass@n: chance that one of n answers is right.", pattern: /^pass@(?!1$)\d+$/ },
   "Evaluation: vote of n": { note: "maj@n: chance that the most common of n answers is right.", pattern: /^maj@\d+$/ },
   "Completion length": {
-    note: "Tokens: mean, and the 10th, 50th and 90th percentile of the step.",
-    metrics: {
-      "rollout/completion_tokens_mean": "mean",
-      "length/p10": "p10",
-      "length/p50": "median",
-      "length/p90": "p90",
-    },
+    note: "Mean tokens.",
+    metrics: { "rollout/completion_tokens_mean": "mean" },
     layout: fromZero,
   },
   "Truncated and failed": {
@@ -69,11 +64,6 @@ const LEARNING = {
     note: "Mean probability ratio; share of tokens that were clipped.",
     metrics: ofPolicy({ "train/ratio": "ratio", "train/clip_fraction": "clipped", "train/dual_clip_fraction": "dual" }),
   },
-  "Learning rate": {
-    note: "Of the step's last update.",
-    metrics: { "train/learning_rate": "learning rate" },
-    layout: { yaxis: { exponentformat: "e", rangemode: "tozero" } },
-  },
 };
 
 const TIME = {
@@ -97,10 +87,6 @@ const TIME = {
     metrics: { "pack/fill": "fill", "pack/padding": "padding" },
     layout: shares,
   },
-  Balance: {
-    note: "Slowest rank over the mean, largest micro-batch over the mean, by the cost model: 1 is even.",
-    metrics: { "pack/imbalance": "ranks", "pack/largest_over_mean": "micro-batches" },
-  },
 };
 
 const PRUNING = {
@@ -108,11 +94,6 @@ const PRUNING = {
     note: "Share of prompts that was skipped before generation, and of completions dropped before the update.",
     metrics: { "prune/prompt_rate_effective": "prompts", "prune/completion_rate_effective": "completions" },
     layout: shares,
-  },
-  Completions: {
-    note: "Generated, and trained on.",
-    metrics: { "prune/completions_generated": "generated", "prune/completions_trained": "trained" },
-    layout: fromZero,
   },
   "Design effect": {
     note:
@@ -129,22 +110,8 @@ const PRUNING = {
     },
   },
   "Largest weight": { note: "Of a trained completion.", metrics: { "prune/weight_max": "largest" }, layout: fromZero },
-  "At the floor, at one": {
-    note: "Share of completions with the smallest probability, and of those that are kept with certainty.",
-    metrics: {
-      "prune/completion_share_at_floor": "floor",
-      "prune/completion_share_at_one": "one",
-      "prune/completion_share_without_gradient": "no gradient",
-    },
-    layout: shares,
-  },
   "Weight total": {
     note: "Over its expectation: 1 in the mean, where nothing is biased.",
     metrics: { "prune/weight_total": "completions", "prune/weight_total_tokens": "tokens" },
-  },
-  History: {
-    note: "Share of the prompts that has been visited; epochs since the last visit, in the mean.",
-    metrics: { "prune/history_coverage": "coverage", "prune/history_staleness_mean_epochs": "staleness, epochs" },
-    layout: fromZero,
   },
 };

@@ -33,19 +33,10 @@ function isFound(group) {
 
 /** The text with what is searched marked in it. */
 function marked(text) {
-  const wanted = browser.wanted.toLowerCase();
-  if (!wanted) return [text];
-  const lower = text.toLowerCase();
-  const parts = [];
-  let from = 0;
-  let at = lower.indexOf(wanted);
-  while (at >= 0 && parts.length < 400) {
-    const end = at + wanted.length;
-    parts.push(text.slice(from, at), make("mark", {}, text.slice(at, end)));
-    from = end;
-    at = lower.indexOf(wanted, from);
-  }
-  return [...parts, text.slice(from)];
+  if (!browser.wanted) return [text];
+  const wanted = browser.wanted.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"); // as it is, and no pattern
+  const parts = text.split(new RegExp(`(${wanted})`, "gi"));
+  return parts.map((part, place) => (place % 2 ? make("mark", {}, part) : part));
 }
 
 /** Why a completion was kept or not, in words. */
@@ -136,22 +127,25 @@ function memberCard(member) {
 function samples() {
   const names = runs.map((run, number) => option(number, run.name));
   const paints = [option("surprisal"), option("difference", "engine − actor"), option("none", "no colour")];
+  const search = {
+    type: "search",
+    class: "grow",
+    "aria-label": "Search the samples",
+    placeholder: "search prompts, completions, answers in all steps",
+    oninput: searchSoon,
+  };
   const ui = {
     run: select("Run", chooseRun, names),
     step: select("Step", chooseStep),
-    search: searchBox("Search the samples", "search prompts, completions, answers in all steps  ( / )", searchSoon),
+    search: make("input", search),
     paint: select("Colour of the tokens", choosePaint, paints),
     note: paragraph("note"),
     list: make("ul", { class: "groups", "aria-label": "Groups" }),
     detail: make("div", { class: "detail", "aria-live": "polite" }),
   };
-  ui.step.id = "sample-step";
-  ui.search.id = "sample-search";
   browser.ui = ui;
   fillSteps();
-  const previous = button("‹", () => moveStep(-1), { title: "Previous step (p)", "aria-label": "Previous step" });
-  const next = button("›", () => moveStep(1), { title: "Next step (n)", "aria-label": "Next step" });
-  const choices = [runs.length > 1 && ui.run, "step", previous, ui.step, next, ui.search, "tokens by", ui.paint];
+  const choices = [runs.length > 1 && ui.run, "step", ui.step, ui.search, "tokens by", ui.paint];
   const lead = `The members of a group side by side. ${report.legend}. Hover over a token for its probability.`;
   const card = div("card", div("row", choices), ui.note, div("browser", ui.list, ui.detail));
   return section("samples", "Samples", lead, card);
@@ -164,8 +158,8 @@ function chooseRun(event) {
 }
 
 function chooseStep(event) {
-  const step = Number(event.target.value);
-  openStep(step, tellingGroup(step));
+  browser.step = Number(event.target.value);
+  fillGroups(tellingGroup(browser.step));
 }
 
 function choosePaint(event) {
@@ -229,12 +223,6 @@ function openGroup(place) {
   fillDetail();
 }
 
-function openStep(step, place) {
-  browser.step = step;
-  browser.ui.step.value = step;
-  fillGroups(place);
-}
-
 function fillDetail() {
   const { detail } = browser.ui;
   const group = foundGroups()[browser.group];
@@ -243,7 +231,7 @@ function fillDetail() {
     return;
   }
   const title = make("h3", {}, `Prompt ${group.prompt_index}`);
-  const head = div("row", title, group.source && chip(group.source), selection(group), otherSteps(group));
+  const head = div("row", title, group.source && chip(group.source), selection(group));
   const attributes = { class: "prompt mono", tabindex: "0", role: "group", "aria-label": "Prompt" };
   const prompt = make("div", attributes, marked(group.prompt));
   detail.replaceChildren(head, prompt, div("members", group.members.map(memberCard)));
@@ -253,26 +241,4 @@ function selection({ prompt_prob, prompt_weight, reference }) {
   const probability = make("b", {}, percent(prompt_prob));
   const weight = make("b", {}, format(prompt_weight));
   return span("dim", "selected with probability ", probability, ", weight ", weight, " · reference ", code(reference));
-}
-
-/** Buttons to the other steps that have the prompt. */
-function otherSteps({ prompt_index }) {
-  const isSame = (group) => group.prompt_index === prompt_index;
-  const steps = recordedSamples().steps.filter((step) => step !== browser.step && groupsOf(step).some(isSame));
-  const open = (step) => openStep(step, foundGroups(step).findIndex(isSame));
-  const buttons = steps.slice(0, 12).map((step) => [button(step, () => open(step)), " "]);
-  return buttons.length > 0 && span("dim", "also in step ", buttons);
-}
-
-function moveGroup(by) {
-  const last = foundGroups().length - 1;
-  if (last < 0) return;
-  openGroup(Math.max(0, Math.min(last, browser.group + by)));
-  browser.ui.list.querySelector("[aria-current]").scrollIntoView({ block: "nearest" });
-}
-
-function moveStep(by) {
-  const steps = foundSteps();
-  const step = steps[steps.indexOf(browser.step) + by];
-  if (step !== undefined) openStep(step, browser.group);
 }

@@ -32,7 +32,7 @@ function overview() {
     { name: "s / step", kind: "num", content: ({ run }) => format(mean(recorded(run, "time/step_s"))) },
   ];
   const title = runs.length > 1 ? `${runs.length} runs` : runs[0].name;
-  const rows = table(columns, numberedRuns, { className: "runs stacking" });
+  const rows = table(columns, numberedRuns, "runs stacking");
   return section("overview", title, null, div("card scroll", rows));
 }
 
@@ -74,8 +74,7 @@ function evaluationChanges(run) {
 
 function learning() {
   const lead =
-    "Bands and bars are one standard error: over groups for rewards, over problems for evaluations. " +
-    "Drag over a plot to zoom in, double-click to zoom out.";
+    "Bars are one standard error over the problems. Drag over a plot to zoom in, double-click to zoom out.";
   return section("learning", "Learning", lead, grid(plotCards(LEARNING)));
 }
 
@@ -95,10 +94,8 @@ function pruning() {
   const lead =
     "What was left out, and what that costs in variance. " +
     "A design effect of 1.2 is as if the batch were 1.2 times smaller.";
-  const kept = { title: "Ledger over time", note: "Share that each selection has kept.", traces: keptShares };
-  const ledger = () => [chartCard({ ...kept, layout: shares, wide: true }), ledgerCard()];
   const hasLedger = runs.some((run) => run.ledger.length);
-  return section("pruning", "Pruning", lead, grid(plotCards(PRUNING), hasLedger && ledger()));
+  return section("pruning", "Pruning", lead, grid(plotCards(PRUNING), hasLedger && ledgerCard()));
 }
 
 /** The bias ledger: a row for each selection of each run, over the steps that have it. */
@@ -121,7 +118,7 @@ function ledgerCard() {
     { name: "steps", kind: "num", content: ({ steps }) => steps },
     { name: "notes", kind: "wrap dim", content: ({ notes }) => notes.join("; ") },
   ];
-  const rows = table(columns, items, { className: "stacking" });
+  const rows = table(columns, items, "stacking");
   return div("card wide scroll", make("h3", {}, "Bias ledger"), paragraph("note", LEDGER_NOTE), rows);
 }
 
@@ -148,18 +145,16 @@ function metricExplorer() {
   return card;
 }
 
+/** The settings that differ from their defaults; config.yaml of a run has all. */
 function configuration() {
   const settings = runs.map((run) => run.settings);
   const keys = [...new Set([report.defaults, ...settings].flatMap(Object.keys))];
   const byDefault = (key) => report.defaults[key] ?? "null";
-  const tests = {
-    differs: (key) => new Set(settings.map((one) => one[key])).size > 1,
-    changed: (key) => settings.some((one) => one[key] !== undefined && one[key] !== byDefault(key)),
-    all: () => true,
-  };
+  const isChanged = (key) => settings.some((one) => one[key] !== undefined && one[key] !== byDefault(key));
+  const differs = (key) => new Set(settings.map((one) => one[key])).size > 1;
   const ofRun = (run) => ({
     name: run.name,
-    kind: (key) => (tests.differs(key) ? "wrap differs" : "wrap"),
+    kind: (key) => (differs(key) ? "wrap differs" : "wrap"),
     content: (key) => code(run.settings[key] ?? "–"),
   });
   const columns = [
@@ -167,20 +162,6 @@ function configuration() {
     ...runs.map(ofRun),
     { name: "default", kind: "wrap dim", content: (key) => code(report.defaults[key] ?? "–") },
   ];
-  const choices = [option("changed", "that differ from the defaults"), option("all")];
-  if (runs.length > 1) choices.unshift(option("differs", "that differ between the runs"));
-  const which = select("Which settings", fill, choices);
-  const search = searchBox("Filter settings", "filter settings", fill);
-  const card = div("card scroll", div("row", "Settings ", which, search), table([], []));
-  function fill() {
-    const wanted = search.value.toLowerCase();
-    const text = (key) => [key, ...settings.map((one) => one[key])].join(" ").toLowerCase();
-    const found = keys.filter((key) => tests[which.value](key) && text(key).includes(wanted));
-    const rows = table(columns, found, { rowClass: (key) => (tests.changed(key) ? "changed" : null) });
-    const none = make("td", { colspan: columns.length, class: "empty" }, "No such setting.");
-    if (!found.length) rows.tBodies[0].append(make("tr", {}, none));
-    card.lastChild.replaceWith(rows);
-  }
-  fill();
-  return section("settings", "Configuration", null, card);
+  const lead = runs.length > 1 ? "Where runs differ, values are marked." : null;
+  return section("settings", "Configuration", lead, div("card scroll", table(columns, keys.filter(isChanged))));
 }

@@ -1,5 +1,4 @@
 // What the plots of a report show, as plotly's traces.
-const STANDARD_ERRORS = { "reward/mean": "reward/se" };
 const PASS_AT_1 = /^pass@1$/;
 const PHASES = ["rollout", "reward", "select", "prune", "exchange", "update", "sync"];
 const NO_PHASES = ["time/step_s", "time/step_cpu_s", "time/pack_s", "time/logprobs_s"]; // the whole, or within a phase
@@ -33,30 +32,17 @@ function lines(metrics) {
   return pairs && traces.length ? [...traces, ...pairsLegend(metrics)] : traces;
 }
 
-/** A metric of a run: its line, with a band of its standard error, or smoothed before the line as it was. */
+/** A metric of a run: its line, smoothed before the line as it was. */
 function metricTraces(run, key, look) {
   const count = recorded(run, key).length;
   if (!count) return [];
   const x = axisValues(run);
   const values = run.columns[key];
-  const errors = run.columns[STANDARD_ERRORS[key]];
-  const background = { mode: "lines", hoverinfo: "skip", showlegend: false };
-  const traces = [];
-  if (state.smooth) {
-    traces.push({ ...background, x, y: values, line: { color: look.line.color, width: 1 }, opacity: 0.22 });
-  } else if (errors) {
-    const places = placesOf(values).filter((place) => errors[place] !== null);
-    const edge = (sign) => ({
-      ...background,
-      x: pick(x, places),
-      y: places.map((place) => values[place] + sign * errors[place]),
-      line: { width: 0, color: look.line.color },
-    });
-    traces.push(edge(-1), { ...edge(1), fill: "tonexty", fillcolor: `${look.line.color}2b` });
-  }
   const mode = count < 2 ? "markers" : "lines";
-  traces.push({ ...look, x, y: smoothed(values), mode, connectgaps: true, hovertemplate: "%{y:.4g}" });
-  return traces;
+  const trace = { ...look, x, y: smoothed(values), mode, connectgaps: true, hovertemplate: "%{y:.4g}" };
+  if (!state.smooth) return [trace];
+  const line = { color: look.line.color, width: 1 };
+  return [{ x, y: values, mode: "lines", hoverinfo: "skip", showlegend: false, line, opacity: 0.22 }, trace];
 }
 
 /** Entries of a legend that names runs and metrics once each, and not every pair of them. */
@@ -101,24 +87,6 @@ function scores(pattern) {
         hovertemplate: "%{y:.1f} %",
       };
     }),
-  );
-}
-
-/** Share that each selection of the ledger has kept: a line, and a mark for a step without a neighbour. */
-function keptShares() {
-  const markSize = (_, place, kept) => ((kept[place - 1] ?? kept[place + 1] ?? null) === null ? 6 : 0);
-  return ofShownRuns((run, style, label) =>
-    run.ledger.map((selection, index) => ({
-      x: axisValues(run),
-      y: selection.kept,
-      name: label(selection.name),
-      mode: "lines+markers",
-      marker: { size: selection.kept.map(markSize) },
-      connectgaps: false,
-      line: { ...style(index), shape: "hv" },
-      customdata: selection.label,
-      hovertemplate: "%{y:.1%} %{customdata}",
-    })),
   );
 }
 
