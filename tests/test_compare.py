@@ -30,7 +30,7 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.types import RunAborted, UserError
 from dppo_megatron.workbench.compare.arms import MethodRun, Point, parse_arms, read_method_run
 from dppo_megatron.workbench.compare.runs import check_end, in_a_process, run_all, shared_task, task_settings
-from dppo_megatron.workbench.compare.table import results, table
+from dppo_megatron.workbench.compare.table import results, table, write_page
 from dppo_megatron.workbench.compare.verdict import (
     Curve,
     Interval,
@@ -160,6 +160,8 @@ def test_the_factor_is_what_was_built_in() -> None:
             assert dppo.by_seed[clock][share] == pytest.approx([2.0] * 3)
     assert dppo.end_difference is not None and dppo.end_difference.within_noise
     assert (dppo.end_difference.low, dppo.end_difference.high) == (0.0, 0.0)
+    curve = Curve.of(runs[0], "train_s").smoothed()
+    assert dppo.at_budget_cpu["0.50"] == pytest.approx(curve.accuracy[-1])
 
 
 def _noisy(arm: str, seed: int, evaluations: int, step_s: float, noise: float, rng: np.random.Generator) -> MethodRun:
@@ -305,13 +307,28 @@ def test_an_arm_that_is_there_at_once_has_no_boundless_factor() -> None:
     assert 1 < factors[0] <= runs[0].curve[-1].train_s / runs[1].curve[1].train_s
 
 
-def test_the_results_hold_every_figure() -> None:
-    """JSON without NaN."""
+def test_the_page_and_the_results_hold_every_figure(tmp_path: Path) -> None:
+    """JSON without NaN; the page asks for nothing from outside."""
     arms = parse_arms("grpo,dppo", _config(), 1.0)
     runs = [_run("grpo", 0, 0.2, 1.0), _run("dppo", 0, 0.2, 0.5)]
     verdict = judge(runs, arms)
     values = json.loads(json.dumps(results(verdict, runs, ["a note"]), allow_nan=False))
     assert {"date", "versions", "machine", "verdict", "runs"} <= set(values)
+    write_page(tmp_path / "report.html", "<b>title", table(verdict), values)
+    page = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in page and "<b>title" not in page and "{{" not in page.split("<script>")[0]
+
+
+def test_the_page_declares_every_name_once(tmp_path: Path) -> None:
+    """Its scripts share one scope with those of the report, and a name that is taken would leave an empty page."""
+    verdict = judge([_run("grpo", 0, 0.2, 1.0)], parse_arms("grpo", _config(), 1.0))
+    values = results(verdict, [_run("grpo", 0, 0.2, 1.0)], [])
+    write_page(tmp_path / "report.html", "title", "text", values)
+    own = (tmp_path / "report.html").read_text().split('id="code">')[1].split("</script>")[0]
+    names = re.findall(r"(?m)^(?:async )?(?:const|let|function) (\w+)", own)
+    names += [name for inside in re.findall(r"(?m)^const \{(.+?)\} =", own) for name in re.findall(r"\w+", inside)]
+    assert {"report", "smoothed", "chartCard", "verdict", "curves"} <= set(names)
+    assert sorted(names) == sorted(set(names))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:

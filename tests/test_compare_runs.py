@@ -64,3 +64,4 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert [run["arm"] for run in values["runs"]] == ["grpo", "dppo", "grpo_nonzero"]
     nonzero = next(run for run in values["runs"] if run["arm"] == "grpo_nonzero")
     assert nonzero["curve"][-1]["tokens_trained"] < nonzero["curve"][-1]["tokens_generated"]
+    assert (out / "report.html").read_text().startswith("<!doctype html>")

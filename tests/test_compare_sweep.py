@@ -238,6 +238,7 @@ def test_an_unfinished_sweep_goes_on_where_it_was(
     assert f"{RATE} is at the edge of its grid" in printed
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {run["arm"].split("@")[0] for run in results["runs"]} == {"grpo", "dppo"} and len(results["runs"]) == 4
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 @pytest.mark.parametrize("options", [SMALL, ["--methods", "grpo,dppo"]])

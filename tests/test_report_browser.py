@@ -1,4 +1,4 @@
-"""The page of `dppo-megatron report` in a real browser."""
+"""The page of `dppo-megatron report`, and of a comparison, in a real browser."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import pytest
 from support.job import REPOSITORY
 from support.record import write_record
 
+from dppo_megatron.workbench.compare.arms import Arm, MethodRun, Point
+from dppo_megatron.workbench.compare.table import results, table
+from dppo_megatron.workbench.compare.table import write_page as write_comparison
+from dppo_megatron.workbench.compare.verdict import judge
 from dppo_megatron.workbench.report.page import write_page
 from dppo_megatron.workbench.runs.run_record import read_run
 from dppo_megatron.workbench.runs.sample_rows import LEGEND
@@ -197,6 +201,38 @@ def test_runs_are_compared(page: Any) -> None:
     page.execute_script("document.querySelector('[aria-label=\"Show second\"]').click()")
     reward = "charts[0].traces().filter(one => one.name && one.showlegend !== false).length"
     assert page.execute_script(f"return {reward}") == 1
+
+
+@pytest.mark.slow
+def test_a_comparison_is_drawn(driver: Any, tmp_path: Path) -> None:
+    """In a window of its own: the other tests go on with the page that they have."""
+    arms = [Arm(name, name, 8, ()) for name in ("grpo", "dppo")]
+    runs = [
+        MethodRun(
+            arm.name, seed, [Point(4 * i, 0.3 + 0.1 * i, 4.0 * i, 3.0 * i, 100 * i, 50 * i) for i in range(6)],
+            {"prompts": "exact"}, {"heldout": [1.0, 0.0, float(seed)]}, {"rollout": 1.0, "update": 2.0},
+        )
+        for arm in arms for seed in (0, 1)
+    ]  # fmt: skip
+    verdict = judge(runs, arms)
+    write_comparison(tmp_path / "report.html", "a comparison", table(verdict), results(verdict, runs, ["a note"]))
+    first = driver.current_window_handle
+    driver.switch_to.new_window("window")
+    try:
+        driver.get_log("browser")
+        _open(driver, tmp_path / "report.html")
+        driver.execute_script("drawAll()")
+        # 4 speed-ups, the ends, 5 curves, the seconds
+        assert _wait(driver, "charts.length === 11 && document.querySelectorAll('.plot .main-svg').length > 20")
+        empty = "charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
+        assert driver.execute_script(f"return {empty}") == []
+        told = driver.execute_script("return document.getElementById('about').innerText")
+        assert "date" in told and "torch" in told
+        assert [one for one in driver.get_log("browser") if one["level"] == "SEVERE"] == []
+        _keep(driver, "comparison")
+    finally:
+        driver.close()
+        driver.switch_to.window(first)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ final accuracy (docs/pruning.md):
 METHOD@N is a method with N prompts a step, and in proportion fewer or more steps. The baseline is the best of the grpo
 and grpo@N listed; grpo_nonzero, GRPO without the completions that have no gradient, is an arm like the others.
 module:Class is a policy of your own. The runs train one after another on this machine, from the same start; runs that
-are finished in --out are kept. Writes results.json; `dppo-megatron report` draws the curves of the runs in --out.
+are finished in --out are kept. Writes results.json and report.html.
 
 --sweep tunes each method first, over prompts a step, learning rate and schedule (by default around the config's own);
 --sweep KEY=A,B gives the values of one of them, or of another setting:
@@ -84,7 +84,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if swept:
         arms = sweep.candidates(methods, grid, config, factor)
     out: Path = arguments.out
-    for name in ("", "results.json", *["sweep.json"] * swept):
+    for name in ("", "results.json", "report.html", *["sweep.json"] * swept):
         check_writable("--out", out / name, directory=not name)
     out.mkdir(parents=True, exist_ok=True)
 
@@ -108,6 +108,8 @@ def execute(arguments: argparse.Namespace) -> int:
             runs = run(arms, seeds=arguments.seeds)
     with progress("comparing"):
         verdict = judge(runs, arms, same_problems=shared is not None)
-    table.write_results(out / "results.json", table.results(verdict, runs, notes))
-    show(*table.table(verdict).splitlines(), *notes, f"{out}/: results.json{', sweep.json' * swept}")
+        text, values = table.table(verdict), table.results(verdict, runs, notes)
+    table.write_results(out / "results.json", values)
+    table.write_page(out / "report.html", f"{arguments.config}: methods compared", text, values)
+    show(*text.splitlines(), *notes, f"{out}/: results.json, report.html{', sweep.json' * swept}")
     return 0

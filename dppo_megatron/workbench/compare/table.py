@@ -1,4 +1,4 @@
-"""The comparison as text, and as JSON for other tools."""
+"""The comparison as text, as JSON for other tools, and as one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from dppo_megatron.config.paths import writing
 from dppo_megatron.files import write_text
 from dppo_megatron.texts import aligned
 from dppo_megatron.workbench.compare.arms import MethodRun
-from dppo_megatron.workbench.compare.verdict import FEWEST, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.compare.verdict import BUDGETS, FEWEST, MOST_CLOCK_SPREAD, SHARES, ArmVerdict, Verdict
+from dppo_megatron.workbench.report.document import ASSETS, script_data, write_html
 
+_OWN = files("dppo_megatron.workbench.compare") / "assets"
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
 
 
@@ -26,6 +29,7 @@ def table(verdict: Verdict) -> str:
     """The table to print: medians over seeds, with 95 % intervals of the median in brackets."""
     head = ["method", "seeds", "end", "end - base", "CPU s", "RL s"]
     head += [f"to {share:.0%}: {unit}" for share in SHARES for unit in ("CPU s", "s")]
+    head += [f"at 1/{round(1 / budget)}" for budget in BUDGETS]
     return "\n".join([*headline(verdict), "", *aligned([head, *map(_row, verdict.arms)]), "", *legend(verdict)])
 
 
@@ -70,7 +74,8 @@ def legend(verdict: Verdict) -> list[str]:
         " interval), curves smoothed over three evaluations.",
         *([f"-: the error is larger than the effect, the interval contains 1: {'; '.join(noise)}."] if noise else []),
         *([missing] if left_out else []),
-        "CPU seconds are those of the trainer's process, without graders and servers. No cost counts evaluations.",
+        "at 1/2, 1/3: pass@1 after that part of base's CPU seconds. CPU seconds are those of the trainer's process,"
+        " without graders and servers. Evaluations are not counted in any cost.",
         *([f"Variance of a step's gradient over that without pruning, realised: {', '.join(grown)}."] if grown else []),
         f"Methods that change the expected gradient: {', '.join(biased) or 'none'}.",
     ]
@@ -93,6 +98,7 @@ def _row(one: ArmVerdict) -> list[str]:
     return [
         *(one.arm, str(one.seeds), f"{100 * one.end:.1f}%", difference_text(one), *seconds),
         *("-" if factor is None or factor.is_noise else factor.times() for factor in factors),
+        *(f"{100 * value:.1f}%" for value in one.at_budget_cpu.values()),
     ]
 
 
@@ -114,3 +120,14 @@ def write_results(path: Path, values: dict[str, Any]) -> None:
     """Write `values` as JSON. Raises UserError if `path` cannot be written."""
     with writing(path):
         write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def write_page(path: Path, title: str, text: str, values: dict[str, Any]) -> None:
+    """Write the page: `text` is the table as printed, `values` what results.json holds. Raises UserError if `path`
+    cannot be written."""
+    runs = [{name: value for name, value in run.items() if name != "solved"} for run in values["runs"]]
+    about = {name: values[name] for name in ("date", "versions", "machine")}
+    data = {"runs": runs, "verdict": values["verdict"], "notes": values["notes"], "about": about}
+    data |= {"title": title, "text": text}
+    scripts = [ASSETS / "data.js", ASSETS / "charts.js", _OWN / "compare.js"]
+    write_html(path, _OWN / "compare.html", title, [script_data("report-data", data)], scripts)

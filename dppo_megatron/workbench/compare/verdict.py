@@ -27,6 +27,8 @@ from dppo_megatron.workbench.compare.arms import BASELINE, Arm, Cost, MethodRun
 
 SHARES = (0.9, 0.95)
 """The levels, as shares of the baseline's gain."""
+BUDGETS = (1 / 2, 1 / 3)
+"""Shares of the baseline's seconds after which accuracies are compared."""
 WINDOW = 3
 """Evaluations in a moving mean."""
 FEWEST = 4
@@ -191,9 +193,13 @@ class ArmVerdict:
     """Clock, then share of the gain (`0.9`), to the factor; None where the baseline gained nothing."""
     by_seed: dict[str, dict[str, list[float]]]
     """The same for each seed; 0: not reached."""
+    at_budget_cpu: dict[str, float]
+    """Share of the baseline's CPU seconds (`0.50`) to the smoothed accuracy there; medians."""
     end_difference: Difference | None
     """End minus the baseline's, over the same problems of all seeds, with an interval over seeds and problems; None for
     the baseline itself."""
+    phase_s: dict[str, float]
+    """Seconds of each phase, median over seeds."""
     biased: bool
     """A selection of the method changes the expected gradient; what the job does under every method does not count."""
     variance: float | None = None
@@ -249,6 +255,7 @@ def _arm_verdict(
 ) -> ArmVerdict:
     factors = _factors(runs, base, best)
     kinds: tuple[Cost, ...] = ("step", *CLOCKS, "tokens_generated", "tokens_trained")
+    phases = list(dict.fromkeys(phase for run in runs.values() for phase in run.phase_s))
     grown = [run.variance for run in runs.values() if run.variance is not None]
     return ArmVerdict(
         arm=name,
@@ -264,7 +271,9 @@ def _arm_verdict(
             clock: {share: [float(value[0]) for value in values] for share, values in shares.items()}
             for clock, shares in factors.items()
         },
+        at_budget_cpu=_at_budgets(runs, base),
         end_difference=None if runs is base else _ends_compared(runs, base, same_problems),
+        phase_s={phase: statistics.median(run.phase_s.get(phase, 0.0) for run in runs.values()) for phase in phases},
         biased=any(
             is_of_method(row) for run in runs.values() for row, label in run.labels.items() if label == "biased"
         ),
@@ -317,6 +326,18 @@ def _factor(curve: Curve, base: Curve, level: FloatArray) -> FloatArray:
     factor /= np.where(ours == 0, curve.cost[:2][-1], ours)
     factor[np.isinf(theirs) & np.isinf(ours)] = 1.0
     return factor if 0 < theirs[0] < np.inf else np.full_like(level, np.inf)
+
+
+def _at_budgets(runs: dict[int, MethodRun], base: dict[int, MethodRun]) -> dict[str, float]:
+    curves = {seed: Curve.of(run, "train_cpu_s").smoothed() for seed, run in runs.items()}
+    return {
+        f"{budget:.2f}": statistics.median(
+            # a run that ended before then keeps its last accuracy
+            float(np.interp(budget * base[seed].curve[-1].train_cpu_s, curve.cost, curve.accuracy))
+            for seed, curve in curves.items()
+        )
+        for budget in BUDGETS
+    }
 
 
 def _ends_compared(runs: dict[int, MethodRun], base: dict[int, MethodRun], same_problems: bool) -> Difference | None:

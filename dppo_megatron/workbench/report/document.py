@@ -1,4 +1,4 @@
-"""Writes one HTML file from a template, data, style and code: the report of runs, or the page of `accept`.
+"""Writes one HTML file from a template, data, style and code: the report of runs, or the page of a comparison.
 
 The plots are plotly's, whose code is taken from its package, so that a page opens without a network. Texts are data and
 never markup: the page's code inserts them as text. Code and data are compressed, and unpacked by the browser itself
