@@ -23,6 +23,9 @@ function chartCard({ title, note, traces, layout = {}, wide = false, height }) {
   return make("figure", { class: wide ? "card wide" : "card" }, caption, plot);
 }
 
+/** The title of a horizontal axis. */
+const axisTitle = (text) => ({ text, standoff: 4, font: { size: 11 } });
+
 function plotLayout(own, traces) {
   const line = css("--line");
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
@@ -37,7 +40,7 @@ function plotLayout(own, traces) {
     legend: { orientation: "h", traceorder: "normal", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { color: css("--ink") } },
     ...own,
-    xaxis: { ...axis, title: { text: AXES[state.axis], standoff: 4, font: { size: 11 } } },
+    xaxis: { ...axis, title: axisTitle(AXES[state.axis]), ...own.xaxis },
     yaxis: { ...axis, ...own.yaxis },
   };
 }
@@ -62,4 +65,14 @@ function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   for (const dot of document.querySelectorAll("[data-colour]")) dot.style.background = colour(dot.dataset.colour);
   redraw();
+}
+
+/** The page: its sections with their links, dark or light. */
+function assemble(sections) {
+  for (const [id, name, build] of sections) {
+    byId("nav").append(make("a", { href: `#${id}` }, name));
+    byId("main").append(build());
+  }
+  setTheme(state.theme);
+  byId("theme").addEventListener("click", () => setTheme(state.theme === "dark" ? "light" : "dark"));
 }

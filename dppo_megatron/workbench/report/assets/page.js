@@ -10,12 +10,7 @@ const SECTIONS = [
 ];
 const names = runs.map((run) => run.name).join(", ");
 document.title = `${names.slice(0, 80)} · dppo-megatron`;
-for (const [id, name, build] of SECTIONS) {
-  byId("nav").append(make("a", { href: `#${id}` }, name));
-  byId("main").append(build());
-}
-setTheme(state.theme);
-byId("theme").addEventListener("click", () => setTheme(state.theme === "dark" ? "light" : "dark"));
+assemble(SECTIONS);
 byId("axis").addEventListener("change", (event) => {
   state.axis = event.target.value;
   redraw();
