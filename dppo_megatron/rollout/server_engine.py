@@ -51,9 +51,8 @@ from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights, dispa
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.protocol import Generator, Server
+from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
-from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
@@ -366,11 +365,11 @@ class RankZero:
         hosts: Sequence[str],
     ) -> None:
         self._config = config
-        generators: list[Generator] = [*connected.servers, *connected.routers]
-        owned_by = owners([one.http.url for one in generators], len(hosts), [server.node for server in launched])
+        urls = [server.http.url for server in connected.servers]
+        owned_by = owners(urls, len(hosts), [server.node for server in launched])
         self.nodes = sorted(set(owned_by)) if connected.addresses is None else list(range(len(hosts)))
         """Nodes with a client: those that own a server, or all nodes if servers may join later."""
-        self.clients = Clients(hosts, [_address(one) for one in generators], owned_by, self.nodes)
+        self.clients = Clients(hosts, [_address(server) for server in connected.servers], owned_by, self.nodes)
         membership = Membership(connected, config, architecture, self._introduce)
         self.fleet = Fleet(
             connected.servers,
@@ -378,7 +377,6 @@ class RankZero:
             self.clients,
             are_own=bool(launched),
             health_file=HealthFile(Path(config.run_dir)),
-            routers=connected.routers,
             update_membership=membership.update,
             inspect=membership.inspect,
         )
@@ -414,16 +412,12 @@ class RankZero:
         stats.servers_live = len(self.fleet.live)
 
     def _introduce(self, server: Server) -> None:
-        """Make a server known to the clients: a new one, perhaps behind a router, or one with another dialect."""
+        """Make a server known to the clients: a new one, or one with another dialect."""
         self.clients.add(_address(server))
-        for router in self.fleet.routers:
-            self.clients.add(_address(router.server))
 
 
-def _address(server: Generator) -> ServerAddress:
-    urls = [server.http.url, *(sorted(server.named) if isinstance(server, RouterServer) else ())]
-    peer, *workers = (Peer(url, server.http.api_key, bool(server.http.proves)) for url in urls)
-    return ServerAddress(peer, server.dialect, tuple(workers))
+def _address(server: Server) -> ServerAddress:
+    return ServerAddress(Peer(server.http.url, server.http.api_key, bool(server.http.proves)), server.dialect)
 
 
 class _Background:

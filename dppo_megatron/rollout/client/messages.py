@@ -40,8 +40,6 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
     peer: Peer
     dialect: AnyDialect
-    workers: tuple[Peer, ...] = ()
-    """If it is a router: the servers behind it."""
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):
