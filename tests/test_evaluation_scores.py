@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
 from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
 from dppo_megatron.evaluation.eval_scores import (
-    SampleOutcome,
     ballot,
     doublings,
     maj_at_k,
@@ -34,8 +34,22 @@ samples_of_a_problem = st.lists(
 """(correct, the answer it gave); all correct ones gave one answer, None is no answer."""
 
 
-def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[SampleOutcome]:
-    return [SampleOutcome(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
+def _judged(
+    problem: int,
+    correct: bool | None,
+    vote: str | None,
+    truncated: bool,
+    unparsed: bool | None,
+    tokens: int,
+    reward: float | None = None,
+) -> EvalSample:
+    ended = "length" if truncated else "stop"
+    given = {"reward": reward, "correct": correct, "vote": vote, "unparsed": unparsed}
+    return EvalSample("set", str(problem), problem, 0, "", "", "", tokens, ended, **cast(Any, given))
+
+
+def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[EvalSample]:
+    return [_judged(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
 
 
 @settings(deadline=None)
@@ -117,7 +131,7 @@ def test_the_interval_is_students_and_covers() -> None:
 def test_failures_count_nowhere_but_among_failures() -> None:
     """Two problems, one with a failed grading: avg over what was graded, pass@k where k were, null over nothing."""
     graded = [(True, "right"), (False, "a"), (False, "a")]
-    failed = [SampleOutcome(0, None, None, True, None, 9)]
+    failed = [_judged(0, None, None, True, None, 9)]
     scores = score("set", 2, 4, _outcomes(graded) + failed + _outcomes([(True, "right")] * 4, 1))
     assert scores.avg.value == pytest.approx((1 / 3 + 1) / 2) and scores.avg.problems == 2
     assert scores.pass_at[2].value == pytest.approx((2 / 3 + 1) / 2)
@@ -131,13 +145,13 @@ def test_failures_count_nowhere_but_among_failures() -> None:
 def test_a_grader_without_answers_has_no_majority() -> None:
     """Completions that no answer is known of, correct or not: nothing is said, rather than 0. Where it is said that
     there is no answer, nobody votes: 0."""
-    wrong = SampleOutcome(0, False, None, False, None, 1)
-    for outcomes in ([SampleOutcome(0, True, None, False, None, 1), wrong], [wrong, wrong]):
+    wrong = _judged(0, False, None, False, None, 1)
+    for outcomes in ([_judged(0, True, None, False, None, 1), wrong], [wrong, wrong]):
         scores = score("set", 1, 2, outcomes)
         assert not scores.maj_at and scores.unparsed_share is None
         assert not {key for key in scores.metrics() if "maj" in key or "unparsed" in key}
-    assert score("set", 1, 2, [SampleOutcome(0, False, None, False, True, 1)] * 2).maj_at[2].value == 0.0
-    assert score("set", 1, 2, [SampleOutcome(0, None, None, False, None, 1)] * 2).maj_at[2].value is None
+    assert score("set", 1, 2, [_judged(0, False, None, False, True, 1)] * 2).maj_at[2].value == 0.0
+    assert score("set", 1, 2, [_judged(0, None, None, False, None, 1)] * 2).maj_at[2].value is None
 
 
 @given(st.integers(1, 300))
@@ -282,11 +296,11 @@ def test_the_mean_reward_of_a_grader_that_never_says_right() -> None:
     """A judge's marks below reward.correct_from are all 0 to pass@1. By hand: (mean of .2, .6, and .9 alone) / 2; the
     failed grading counts nowhere."""
     marks = [(0, 0.2), (0, 0.6), (1, 0.9)]
-    outcomes = [SampleOutcome(problem, False, None, False, None, 5, reward) for problem, reward in marks]
-    scores = score("set", 2, 2, [*outcomes, SampleOutcome(1, None, None, False, None, 5)])
+    outcomes = [_judged(problem, False, None, False, None, 5, reward) for problem, reward in marks]
+    scores = score("set", 2, 2, [*outcomes, _judged(1, None, None, False, None, 5)])
     assert scores.metrics()["eval/set/reward_mean"] == pytest.approx(0.65, abs=1e-12)
     assert scores.metrics()["eval/set/pass@1"] == 0
     assert scores.line().endswith("reward 0.650, 1 gradings failed") and "0.650" in table([scores])[-1]
-    right = score("set", 1, 1, [SampleOutcome(0, True, None, False, None, 5, 1.0)])
+    right = score("set", 1, 1, [_judged(0, True, None, False, None, 5, 1.0)])
     assert right.metrics()["eval/set/reward_mean"] == 1.0 and "reward" not in right.line()
-    assert score("set", 1, 1, [SampleOutcome(0, None, None, False, None, 5)]).reward_mean is None
+    assert score("set", 1, 1, [_judged(0, None, None, False, None, 5)]).reward_mean is None
