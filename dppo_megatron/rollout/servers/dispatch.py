@@ -174,7 +174,7 @@ class Dispatch:
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
-            member.began(group.cost, group.count, group.sockets)
+            member.took(group)
         version = self._fleet.expected
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages, version)
         whole, first = work.part_of(index)
@@ -199,10 +199,9 @@ class Dispatch:
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)
-        group = attempt.work.groups[attempt.index]
         self._count_near(attempt.work, attempt.index, attempt.member, -1)
         with self._fleet.lock:
-            attempt.member.ended(group.cost, group.count, group.sockets)
+            attempt.member.took(attempt.work.groups[attempt.index], sign=-1)
         return attempt
 
     def _count_near(self, work: Work, index: int, member: Member, sign: int) -> None:

@@ -27,6 +27,7 @@ from threading import Condition
 from typing import Literal
 
 from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
+from dppo_megatron.rollout.servers.wire import GenerateRequest
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
@@ -160,19 +161,13 @@ class Member:
 
     # -------------------------------------------------------------------------------------------- its requests
 
-    def began(self, tokens: int, completions: int, sockets: int = 1) -> None:
+    def took(self, group: GenerateRequest, sign: int = 1) -> None:
+        """Count `group` as in flight there; `sign` -1: no longer."""
         self._owned()
-        self.outstanding_tokens += tokens
-        self.groups += 1
-        self.completions += completions
-        self.sockets += sockets
-
-    def ended(self, tokens: int, completions: int, sockets: int = 1) -> None:
-        self._owned()
-        self.outstanding_tokens -= tokens
-        self.groups -= 1
-        self.completions -= completions
-        self.sockets -= sockets
+        self.outstanding_tokens += sign * group.cost
+        self.groups += sign
+        self.completions += sign * group.count
+        self.sockets += sign * group.sockets
 
     def back_off(self, wanted_s: float | None) -> None:
         """It is busy (HTTP 408, 429, 503): send no requests for `wanted_s` (its Retry-After), or, if it names none, for
