@@ -279,7 +279,7 @@ def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """The request to SGLang. Its usual log-probabilities are those before top_p and top_k, so it asks for others."""
-    cuts = _cuts(group)
+    cuts = group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
     # every parameter is set: SGLang takes missing ones from the model's generation_config.json
     parameters: dict[str, Any] = {
         "n": 1,
@@ -313,10 +313,6 @@ def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[s
 
 def _replica(group: GenerateRequest) -> dict[str, int]:
     return {} if group.replica is None else {"routed_dp_rank": group.replica}
-
-
-def _cuts(group: GenerateRequest) -> bool:
-    return group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
 
 
 AnyDialect = VLLMDialect | SGLangDialect
