@@ -26,7 +26,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -425,40 +424,35 @@ class _Background:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._lock = Lock()
         self._works: list[Work] = []
         self._thread: Future[None] | None = None
-        self._is_running = False
-        """The thread will look at `_works` again, so it will see what is added now."""
-        self._failure: BaseException | None = None
-        """The exception that ended the thread before all work was done."""
 
     def begin(self, work: Work) -> None:
-        with self._lock:
-            self._works[:] = [one for one in self._works if one.is_wanted] + [work]
+        self._works[:] = [*(one for one in self._works if one.is_wanted), work]
         self.resume()
 
     def resume(self) -> None:
         """Start the thread again, unless it runs, or has ended with an error other than NeedsWeights."""
-        with self._lock:
-            if not self._is_running and not self.has_failed:
-                self._is_running, self._failure = True, None
-                self._thread = in_thread(self._run, "rollout")
+        if self._thread is None or (self._thread.done() and not self.has_failed):
+            self._thread = in_thread(self._run, "rollout")
 
     def wait(self, work: Work) -> bool:
         """Wait until `work` is finished, and return False. Returns True if servers need a weight sync first."""
         while not work.finished.done():
             assert self._thread is not None, "begin() comes first"
             wait([work.finished, self._thread], return_when=FIRST_COMPLETED)
-            if not work.finished.done() and self._failure is not None:
-                if isinstance(self._failure, NeedsWeights):
+            if not work.finished.done():
+                if isinstance(self._thread.exception(), NeedsWeights):
                     return True
-                raise self._failure
+                self._thread.result()
+                self.resume()  # it was about to end when `work` began
         return False
 
     @property
     def has_failed(self) -> bool:
-        return self._failure is not None and not isinstance(self._failure, NeedsWeights)
+        """It has ended before all work was done, and not for lack of weights."""
+        error = self._thread.exception() if self._thread is not None and self._thread.done() else None
+        return error is not None and not isinstance(error, NeedsWeights)
 
     def join(self) -> None:
         if self._thread is not None:
@@ -466,21 +460,10 @@ class _Background:
 
     def give_up(self) -> None:
         """End all rollouts, and wait until the thread has ended."""
-        with self._lock:
-            for work in self._works:
-                work.given_up = True
+        for work in self._works:
+            work.given_up = True
         self.join()
 
     def _run(self) -> None:
-        try:
-            while self._has_work():
-                drain(Dispatch(self._fleet, self._works).run())
-        except BaseException as error:
-            with self._lock:
-                self._is_running, self._failure = False, error
-            raise
-
-    def _has_work(self) -> bool:
-        with self._lock:
-            self._is_running = any(one.is_wanted for one in self._works)
-            return self._is_running
+        while any(one.is_wanted for one in self._works):
+            drain(Dispatch(self._fleet, self._works).run())
