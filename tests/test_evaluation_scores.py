@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
-from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
+from dppo_megatron.evaluation.eval_samples import problem_ids
 from dppo_megatron.evaluation.eval_scores import (
+    EvalSample,
     ballot,
     doublings,
     maj_at_k,

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.distributed import from_rank_zero, gather_all, world_size
-from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples, key_of, problem_ids
-from dppo_megatron.evaluation.eval_scores import EvalScores, score
+from dppo_megatron.evaluation.eval_samples import UnfinishedSamples, key_of, problem_ids
+from dppo_megatron.evaluation.eval_scores import EvalSample, EvalScores, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Graders, GradeTask

@@ -26,7 +26,6 @@ from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
     SAMPLES,
     UNFINISHED,
-    EvalSample,
     UnfinishedSamples,
     check_out,
     deciding,
@@ -37,7 +36,7 @@ from dppo_megatron.evaluation.eval_samples import (
     write_samples,
     write_text,
 )
-from dppo_megatron.evaluation.eval_scores import Estimate, EvalScores, percent
+from dppo_megatron.evaluation.eval_scores import Estimate, EvalSample, EvalScores, percent
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders
 from dppo_megatron.job import Job, prepare_job
 from dppo_megatron.launcher_env import launched_world_size

@@ -37,7 +37,7 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import HookFactory, ServerAddress, completion_of
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress, TakeShare, completion_of
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
@@ -192,7 +192,10 @@ class ServerEngine(Engine):
             return {}
         for work in self._started:
             work.was_seen = True
-        from_client = partial(take, self._take_path, self._secret, 0, 1, copies=True)
+
+        def from_client(**which: Any) -> Iterator[Arrived]:
+            return take(self._take_path, self._secret, TakeShare(0, 1, copies=True, **which))
+
         return collected(self._started, from_client if self._client is not None else None)
 
     def finish(self) -> dict[int, Completion]:
@@ -339,8 +342,9 @@ class ServerEngine(Engine):
         if self._nodes.node not in self._client_nodes:
             return {}
         ranks = self._nodes.local_ranks
+        share = TakeShare(ranks.index(self._nodes.rank), len(ranks), work.number)
         completions = {}
-        for arrived in take(self._take_path, self._secret, ranks.index(self._nodes.rank), len(ranks), work.number):
+        for arrived in take(self._take_path, self._secret, share):
             place = work.places[arrived.index][arrived.position]
             completions[place] = arrived.completion
             if arrived.grade is not None:

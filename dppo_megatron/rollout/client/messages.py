@@ -78,7 +78,7 @@ class TakeShare(msgspec.Struct, frozen=True):
 
     share: int
     shares: int
-    rollout: int
+    rollout: int = 0
     copies: bool = False
     """Instead: copies of what the latest look has seen of the rollout, finished or not."""
     looks_at: tuple[int, ...] = ()

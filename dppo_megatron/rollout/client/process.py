@@ -178,9 +178,12 @@ class Client:
             sampled = await self._sample(submit)
         except Refused as error:
             self._fail(AttemptFailed(submit.ticket, "refused", str(error), error.status, error.retry_after_s))
-        except (Unreachable, OurFault) as error:
-            kind = "ours" if isinstance(error, OurFault) else "bad" if isinstance(error, BadAnswer) else "unreachable"
-            self._fail(AttemptFailed(submit.ticket, kind, str(error)))
+        except BadAnswer as error:
+            self._fail(AttemptFailed(submit.ticket, "bad", str(error)))
+        except Unreachable as error:
+            self._fail(AttemptFailed(submit.ticket, "unreachable", str(error)))
+        except OurFault as error:
+            self._fail(AttemptFailed(submit.ticket, "ours", str(error)))
         except Exception as error:  # an unforeseen answer must not leave rank 0 waiting for this ticket
             self._fail(AttemptFailed(submit.ticket, "bad", brief(error)))
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress, TakeShare
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
@@ -69,7 +69,7 @@ class Rig:
 
     def take(self) -> list[Arrived]:
         """All that is held."""
-        return list(take(self.path, self.secret, 0, 1))
+        return list(take(self.path, self.secret, TakeShare(0, 1)))
 
 
 def sync(fleet: Fleet) -> None:
