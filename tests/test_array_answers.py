@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.engines.rig import Rig, requests, right, run
 from support.engines.stub import Asked, StubServers, answer_to
 
-from dppo_megatron.rollout.servers.dialects import SGLangDialect, SGLangRouterDialect, VLLMDialect
+from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
 from dppo_megatron.rollout.servers.http import BadAnswer
 from dppo_megatron.rollout.servers.in_engine import dppo_arrays
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest, Sampled, VersionSpan, as_sampled, checked
@@ -222,10 +222,8 @@ def test_a_completion_that_ends_at_its_limit_has_ended() -> None:
     assert [(one.seed, one.max_tokens) for one in group.each()] == [(7, 2), (8, 4), (9, 3)]
     assert (group.sockets, group.part(1, 1).limits, group.part(1, 2).limits) == (3, (), (4, 3))
     assert group.part(1, 1).each() == [group.part(1, 1)]
-    for dialect in (SGLangDialect(vocab_size=19), SGLangRouterDialect(vocab_size=19)):
-        bodies = [json.loads(call.body)["sampling_params"] for call in dialect.rounds(group)[-1]]
-        asked = bodies[0] if isinstance(bodies[0], list) else bodies
-        assert [one["max_new_tokens"] for one in asked] == [2, 4, 3]
+    [call] = SGLangDialect(vocab_size=19).rounds(group)[-1]
+    assert [one["max_new_tokens"] for one in json.loads(call.body)["sampling_params"]] == [2, 4, 3]
 
     def sampled(*tokens: int, reason: str = "length") -> Sampled:
         return as_sampled(tokens, [-1.0] * len(tokens), reason, [VersionSpan("1", 0, len(tokens))])

@@ -32,12 +32,11 @@ from support.logged import logged_lines
 from support.settings import rollout_config
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.rollout.servers import dialects, router, sglang, vllm
+from dppo_megatron.rollout.servers import dialects, directory, sglang, vllm
 from dppo_megatron.rollout.servers.connect import ConnectedServers, Membership, describe, make_server
-from dppo_megatron.rollout.servers.directory import RegistryEntry
+from dppo_megatron.rollout.servers.directory import RegistryEntry, Router, named_workers
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable
-from dppo_megatron.rollout.servers.router import RouterServer, named_workers
 from dppo_megatron.rollout.sync import broadcast
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel
@@ -119,7 +118,7 @@ def _fleet(servers: Sequence[Any], config: Config, **more: Any) -> Fleet:
 def test_every_call_has_its_row() -> None:
     """Each path that the engines' and the router's files name, but those for completions."""
     named = set()
-    for module in (vllm, sglang, router):
+    for module in (vllm, sglang, directory):
         assert module.__file__ is not None
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -165,7 +164,7 @@ def test_when_a_server_is_new_or_back(row: Row, stubs: StubServers, files: Path)
             wrong.append(url)
     fleet = _fleet([], config)
     entries = {url: RegistryEntry(url, "", row.engine) for url in case.urls.values()}
-    known = ConnectedServers([], [], "disk", "", {}, lambda: entries)
+    known = ConnectedServers([], "disk", "", {}, lambda: entries)
     membership = Membership(known, config, ARCHITECTURE, lambda _: None)
     membership.update(fleet)
     members = {member.name for member in fleet.members}
@@ -227,37 +226,37 @@ def _channel(row: Row, fleet: Fleet, directory: Path, config: Config) -> Channel
     return BroadcastChannel(fleet, "gloo", 1 << 10, 20.0)
 
 
-@_rows("probed", "routed")
+@_rows("probed")
 def test_in_a_health_probe(row: Row, stubs: StubServers, files: Path) -> None:
-    """Of a server or a router; whose workers are known still, and whose endpoint is no router where it says nothing of
-    them."""
     case = Case(row, stubs)
     case.add(NO_ANSWERS)
     config = _config(files, row.engine)
     urls = case.urls.values()
-    routers = [RouterServer(Http(url), named=frozenset(("http://127.0.0.1:9",))) for url in urls]
     for name in case.urls:
         stubs.pages[f"{name}/{row.path}"] = json.dumps(row.good)
-    servers = (
-        []
-        if row.phase == "routed"
-        else [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
-    )
-    fleet = _fleet(servers, config, routers=routers if row.phase == "routed" else ())
+    servers = [make_server(rollout_config({"engine": row.engine}), url, "", VOCABULARY) for url in urls]
+    fleet = _fleet(servers, config)
     synced(fleet)
     case.damage()
     fleet.probe_all()
     fleet.probe_all()
-    case.all_named([asked.name for asked in fleet.endpoints if asked.state == "out"])
-    if row.phase == "routed":
-        entries = router.current_entries([], routers, "", row.engine)
-        assert "http://127.0.0.1:9" in entries and named_workers(Http(case.urls["good"]), 5) == [
-            "http://127.0.0.1:8000"
-        ]
-        for place in case.must_be_found:
-            with contextlib.suppress(Unreachable, Refused):
-                assert not named_workers(Http(case.urls[place]), 30.0)
+    case.all_named([asked.name for asked in fleet.members if asked.state == "out"])
     fleet.close()
+
+
+@_rows("routed")
+def test_of_a_router(row: Row, stubs: StubServers) -> None:
+    """Its workers are known still, and an endpoint is no router where it says nothing of them."""
+    case = Case(row, stubs)
+    case.add(NO_ANSWERS)
+    stubs.pages[f"good/{row.path}"] = json.dumps(row.good)
+    case.damage()
+    for place in case.must_be_found:
+        router = Router(Http(case.urls[place]), ["http://127.0.0.1:9"])
+        assert list(directory.current_entries([], [router], "", row.engine)) == ["http://127.0.0.1:9"]
+        with contextlib.suppress(Unreachable, Refused):
+            assert not named_workers(router.http, 30.0)
+    assert named_workers(Http(case.urls["good"]), 5) == ["http://127.0.0.1:8000"]
 
 
 def test_settings_are_vllms_own() -> None:

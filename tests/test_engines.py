@@ -483,11 +483,13 @@ def test_a_group_that_is_ended_while_its_prompt_is_read_is_not_asked_for() -> No
             await is_read.wait()
             return [b"{}"]
 
-        async def end_at(peer: Peer, calls: Sequence[Call]) -> None:
-            ended.extend(json.loads(call.body)["rid"] for call in calls)
+        async def end_at(peer: Peer, method: str, path: str, body: bytes, *_: Any) -> bytearray:
+            ended.append(json.loads(body)["rid"])
             is_read.set()
+            return bytearray()
 
-        connections._post_all, connections._abort_at = post, end_at  # type: ignore[method-assign]
+        connections._post_all = post  # type: ignore[method-assign]
+        connections._aborts.repeat = end_at  # type: ignore[method-assign, assignment]
         asking = asyncio.create_task(connections.generate(Submit(0, 0, url, group, Expected(19, 0, 1), 20.0)))
         await asyncio.sleep(0)
         await connections.abort(url, group)

@@ -26,12 +26,12 @@ from dppo_megatron.config.data import EvalSetConfig
 from dppo_megatron.config.reward import RewardConfig
 from dppo_megatron.evaluation.eval_samples import (
     UNFINISHED,
-    EvalSample,
     UnfinishedSamples,
     read_samples,
     read_unfinished,
     scores_of,
 )
+from dppo_megatron.evaluation.eval_scores import EvalSample
 from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, common_spellings
 from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dppo_megatron.evaluation.bootstrap import bootstrap_over_seeds, paired_bootstrap
-from dppo_megatron.evaluation.eval_samples import EvalSample, problem_ids
+from dppo_megatron.evaluation.eval_samples import problem_ids
 from dppo_megatron.evaluation.eval_scores import (
-    SampleOutcome,
+    EvalSample,
     ballot,
     doublings,
     maj_at_k,
@@ -23,7 +24,7 @@ from dppo_megatron.evaluation.eval_scores import (
     score,
     students_t,
 )
-from dppo_megatron.evaluation.standalone import by_level, level_lines, table
+from dppo_megatron.evaluation.standalone import table
 from dppo_megatron.types import Prompt
 
 samples_of_a_problem = st.lists(
@@ -34,8 +35,22 @@ samples_of_a_problem = st.lists(
 """(correct, the answer it gave); all correct ones gave one answer, None is no answer."""
 
 
-def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[SampleOutcome]:
-    return [SampleOutcome(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
+def _judged(
+    problem: int,
+    correct: bool | None,
+    vote: str | None,
+    truncated: bool,
+    unparsed: bool | None,
+    tokens: int,
+    reward: float | None = None,
+) -> EvalSample:
+    ended = "length" if truncated else "stop"
+    given = {"reward": reward, "correct": correct, "vote": vote, "unparsed": unparsed}
+    return EvalSample("set", str(problem), problem, 0, "", "", "", tokens, ended, **cast(Any, given))
+
+
+def _outcomes(samples: list[tuple[bool, str | None]], problem: int = 0) -> list[EvalSample]:
+    return [_judged(problem, correct, vote, False, vote is None, 5) for correct, vote in samples]
 
 
 @settings(deadline=None)
@@ -117,7 +132,7 @@ def test_the_interval_is_students_and_covers() -> None:
 def test_failures_count_nowhere_but_among_failures() -> None:
     """Two problems, one with a failed grading: avg over what was graded, pass@k where k were, null over nothing."""
     graded = [(True, "right"), (False, "a"), (False, "a")]
-    failed = [SampleOutcome(0, None, None, True, None, 9)]
+    failed = [_judged(0, None, None, True, None, 9)]
     scores = score("set", 2, 4, _outcomes(graded) + failed + _outcomes([(True, "right")] * 4, 1))
     assert scores.avg.value == pytest.approx((1 / 3 + 1) / 2) and scores.avg.problems == 2
     assert scores.pass_at[2].value == pytest.approx((2 / 3 + 1) / 2)
@@ -131,13 +146,13 @@ def test_failures_count_nowhere_but_among_failures() -> None:
 def test_a_grader_without_answers_has_no_majority() -> None:
     """Completions that no answer is known of, correct or not: nothing is said, rather than 0. Where it is said that
     there is no answer, nobody votes: 0."""
-    wrong = SampleOutcome(0, False, None, False, None, 1)
-    for outcomes in ([SampleOutcome(0, True, None, False, None, 1), wrong], [wrong, wrong]):
+    wrong = _judged(0, False, None, False, None, 1)
+    for outcomes in ([_judged(0, True, None, False, None, 1), wrong], [wrong, wrong]):
         scores = score("set", 1, 2, outcomes)
         assert not scores.maj_at and scores.unparsed_share is None
         assert not {key for key in scores.metrics() if "maj" in key or "unparsed" in key}
-    assert score("set", 1, 2, [SampleOutcome(0, False, None, False, True, 1)] * 2).maj_at[2].value == 0.0
-    assert score("set", 1, 2, [SampleOutcome(0, None, None, False, None, 1)] * 2).maj_at[2].value is None
+    assert score("set", 1, 2, [_judged(0, False, None, False, True, 1)] * 2).maj_at[2].value == 0.0
+    assert score("set", 1, 2, [_judged(0, None, None, False, None, 1)] * 2).maj_at[2].value is None
 
 
 @given(st.integers(1, 300))
@@ -206,26 +221,6 @@ def test_all_sets_weigh_the_same() -> None:
     assert rows[2].high - rows[2].low == pytest.approx(2 * 1.96 * math.sqrt(sum(variances)) / 2, rel=0.08)
 
 
-def _sample(of: str, problem: int, correct: bool, level: float | None) -> EvalSample:
-    given = (0, "p", "r", "t", 5, "stop", float(correct), correct, None, None, False)
-    return EvalSample(of, str(problem), problem, *given, level=level)
-
-
-def test_levels_are_means_over_their_problems() -> None:
-    """In rising order; a set of one level, of none, or of a measure has none."""
-    samples = [_sample("math", i, i % 3 == 0, [10.0, 2.0, 2.0][i % 3]) for i in range(9)]
-    samples += [_sample("rating", i, True, [20240101, 20240102.0][i % 2]) for i in range(4)]
-    samples += [_sample("one", i, True, 1) for i in range(3)]
-    samples += [_sample("none", i, True, None) for i in range(3)]
-    samples += [_sample("measure", i, True, i / 100) for i in range(100)]
-    found = by_level(samples)
-    assert {name: {level: (of.value, of.problems) for level, of in each.items()} for name, each in found.items()} == {
-        "math": {"2": (0.0, 6), "10": (1.0, 3)},
-        "rating": {"20240101": (1.0, 2), "20240102": (1.0, 2)},
-    }
-    assert level_lines(found)[:1] == ["math by level: 2 0.0 % ± 0.0 (6), 10 100.0 % ± 0.0 (3)"]
-
-
 def test_the_interval_over_seeds_has_the_noise_of_problems_and_of_runs() -> None:
     """Against the variance in closed form, of a mean of S seeds of P problems each that are all drawn with putting
     back: between the seeds' means over S, plus within them over S P. Problems alone see half of the
@@ -282,11 +277,11 @@ def test_the_mean_reward_of_a_grader_that_never_says_right() -> None:
     """A judge's marks below reward.correct_from are all 0 to pass@1. By hand: (mean of .2, .6, and .9 alone) / 2; the
     failed grading counts nowhere."""
     marks = [(0, 0.2), (0, 0.6), (1, 0.9)]
-    outcomes = [SampleOutcome(problem, False, None, False, None, 5, reward) for problem, reward in marks]
-    scores = score("set", 2, 2, [*outcomes, SampleOutcome(1, None, None, False, None, 5)])
+    outcomes = [_judged(problem, False, None, False, None, 5, reward) for problem, reward in marks]
+    scores = score("set", 2, 2, [*outcomes, _judged(1, None, None, False, None, 5)])
     assert scores.metrics()["eval/set/reward_mean"] == pytest.approx(0.65, abs=1e-12)
     assert scores.metrics()["eval/set/pass@1"] == 0
     assert scores.line().endswith("reward 0.650, 1 gradings failed") and "0.650" in table([scores])[-1]
-    right = score("set", 1, 1, [SampleOutcome(0, True, None, False, None, 5, 1.0)])
+    right = score("set", 1, 1, [_judged(0, True, None, False, None, 5, 1.0)])
     assert right.metrics()["eval/set/reward_mean"] == 1.0 and "reward" not in right.line()
-    assert score("set", 1, 1, [SampleOutcome(0, None, None, False, None, 5)]).reward_mean is None
+    assert score("set", 1, 1, [_judged(0, None, None, False, None, 5)]).reward_mean is None

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_fleet import (
-    FakeRouter,
     FakeServer,
     World,
     answered,
@@ -37,47 +36,6 @@ def test_equal_groups_are_shared_evenly() -> None:
     fleet = world.fleet()
     assert sorted(dispatch(fleet, work_of(groups(*[3] * 8)))) == list(range(8))
     assert [ask.server for ask in world.asked] == ["a", "b"] * 4 and nothing_in_flight(fleet)
-
-
-def test_a_router_stands_for_its_workers() -> None:
-    """Behind it a and b, beside it c: it gets twice as much as c, and has room for twice as many. When a fails, all
-    that runs there is asked again, of b and c; the router again with the next sync of all."""
-    world = World(reply=lambda ask: None)
-    fleet = world.fleet(3, [FakeRouter("r", named=frozenset("ab"))], max_concurrent_sequences=4)
-    work = work_of(groups(*[1] * 12))
-    asked_first: list[str] = []
-
-    def reply(ask: Submit) -> Event | None:
-        if len(world.asked) == 12 and not asked_first:
-            asked_first.extend(one.server for one in world.asked)
-            fleet.mark_out(fleet.members[0], "a test")
-        return answered(ask) if len(world.asked) > 12 or ask.server == "c" else None
-
-    world.reply = reply
-    world.servers[0].healthy_now = False
-    assert sorted(dispatch(fleet, work)) == list(range(12))
-    assert (asked_first.count("r"), asked_first.count("c")) == (8, 4) and nothing_in_flight(fleet)
-    assert {ask.server for ask in world.asked[12:]} == {"b", "c"} and len(world.asked) == 12 + 8
-    assert fleet.health()["r"].startswith(("out", "stale")) and work.retries == 8
-    world.servers[0].healthy_now, world.asked, world.reply = True, [], answered
-    fleet.revive()
-    synced(fleet)
-    assert sorted(dispatch(fleet, work_of(groups(1, 1, 1)))) == [0, 1, 2]
-    assert sorted(ask.server for ask in world.asked) == ["c", "r", "r"] and fleet.health()["r"] == "live"
-
-
-def test_a_router_that_names_a_stranger_is_passed_by() -> None:
-    """A worker that no sync has reached: what runs may end, what comes goes to servers that are known."""
-    router = FakeRouter("r", named=frozenset("ab"))
-    world = World()
-    fleet = world.fleet(2, [router])
-    list(dispatch(fleet, work_of(groups(1))))
-    router.named = frozenset("abz")
-    list(dispatch(fleet, work_of(groups(1, 1))))
-    router.named = frozenset("ab")
-    list(dispatch(fleet, work_of(groups(1))))
-    assert [ask.server for ask in world.asked] == ["r", "a", "b", "r"]
-    assert fleet.routers[0].outages == 0
 
 
 def test_requests_are_on_timelines_by_server() -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_fleet import (
-    FakeRouter,
     World,
     answered,
     groups,
@@ -44,15 +43,6 @@ def test_a_group_is_spread_over_the_servers(counts: list[int], servers: int, pro
         assert len(parts) <= servers and min(parts[:-1], default=0) == max(parts[:-1], default=0)
         assert parts == [count] or min(parts[:-1]) * each >= 8 * prompt
         assert prompt > 2 * -(-count // servers) or max(parts) == -(-count // servers)
-
-
-def test_a_router_reaches_all_of_its_servers() -> None:
-    """Six servers at three clients: a group has two parts, and four while a router in front of four is live."""
-    world = World(clients=dict(zip("abcdefr", (0, 0, 1, 1, 2, 2, 0), strict=True)))
-    fleet = world.fleet(6, [FakeRouter("r", named=frozenset("abcd"))])
-    assert fleet.reach == 4
-    fleet.mark_out(fleet.members[0], "killed")
-    assert fleet.reach == 2
 
 
 def test_what_is_aborted_is_asked_again_alone() -> None:

@@ -89,13 +89,13 @@ class Lives(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 99), completions=st.integers(1, 9))
     def begins_a_group(self, tokens: int, completions: int) -> None:
-        self._do("began", tokens, completions)
+        self._do("took", _group(tokens, completions))
         self.in_flight.append((tokens, completions))
 
     @rule()
     def ends_a_group(self) -> None:
         if self.in_flight:
-            self._do("ended", *self.in_flight.pop(0))
+            self._do("took", _group(*self.in_flight.pop(0)), -1)
 
     @rule(seconds=st.floats(0, 100))
     def time_passes(self, seconds: float) -> None:
@@ -116,6 +116,10 @@ class Lives(RuleBasedStateMachine):
 
 Lives.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_any_order_of_events = Lives.TestCase
+
+
+def _group(tokens: int, completions: int) -> SimpleNamespace:
+    return SimpleNamespace(cost=tokens, count=completions, sockets=1)
 
 
 def _member(now: list[float]) -> tuple[Member, Condition]:

@@ -37,7 +37,7 @@ from dppo_megatron.rewards.measures import GradeTable, set_metrics
 from dppo_megatron.rollout import launched_servers, server_engine
 from dppo_megatron.rollout.client import messages
 from dppo_megatron.rollout.client.buffer import BufferedGroup, hand_over
-from dppo_megatron.rollout.client.messages import take_over
+from dppo_megatron.rollout.client.messages import TakeShare, take_over
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Request, RolloutStats, Sampling
@@ -278,7 +278,7 @@ def test_shares_of_a_node(stubs: StubServers) -> None:
     rig = Rig([("sglang", stubs.url("a"))])
     try:
         run(rig.fleet([0], {}), requests(8))
-        shares = [list(take(rig.path, rig.secret, share, 3)) for share in range(3)]
+        shares = [list(take(rig.path, rig.secret, TakeShare(share, 3))) for share in range(3)]
         groups = [{one.index for one in share} for share in shares]
         assert sorted(map(len, groups)) == [2, 3, 3] and set.union(*groups) == set(range(8))
         assert all(len(share) == 3 * len({one.index for one in share}) for share in shares)
@@ -293,7 +293,7 @@ def test_who_does_not_hold_the_key_gets_nothing(stubs: StubServers) -> None:
     try:
         run(rig.fleet([0], {}), requests(2))
         with pytest.raises((messages.HandshakeFailed, RunAborted)):
-            list(take(rig.path, bytes(32), 0, 1))
+            list(take(rig.path, bytes(32), TakeShare(0, 1)))
         assert len(rig.take()) == 6
     finally:
         rig.close()

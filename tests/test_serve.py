@@ -238,7 +238,7 @@ def test_a_newcomer_can_do_no_harm(files: Path, tmp_path: Path, fakes: Fakes) ->
     trouble of its own is asked again; one whose file ends its address with a slash is the same one each time."""
     config = _config(files, tmp_path / "run", tmp_path)
     said, fleet = logged_lines(), fleet_of([], config.rollout)
-    known = ConnectedServers([], [], "disk", "", {}, Directory(tmp_path).entries)
+    known = ConnectedServers([], "disk", "", {}, Directory(tmp_path).entries)
     architecture = cast(Any, SimpleNamespace(name="any", vocab_size=19))
     introduced: list[str] = []
     membership = Membership(known, config, architecture, lambda server: introduced.append(server.http.url))

@@ -29,7 +29,8 @@ from support.launch import run_ranks
 from support.record import unpacked, write_record
 
 import dppo_megatron
-from dppo_megatron.evaluation.eval_samples import EvalSample, write_samples
+from dppo_megatron.evaluation.eval_samples import write_samples
+from dppo_megatron.evaluation.eval_scores import EvalSample
 from dppo_megatron.observe.progress_display import Progress, RunProgress, print_line
 from dppo_megatron.rewards.functions import NamedFunction
 from dppo_megatron.rewards.measures import log_failures

@@ -9,7 +9,7 @@ from typing import Any
 
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress, TakeShare
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import AnyDialect, SGLangDialect, VLLMDialect
@@ -75,7 +75,7 @@ class Intake:
 
     def take(self) -> list[Arrived]:
         """All completions that are ready."""
-        return list(take(self._path, self._secret, 0, 1))
+        return list(take(self._path, self._secret, TakeShare(0, 1)))
 
     @property
     def client_cpu_s(self) -> float:

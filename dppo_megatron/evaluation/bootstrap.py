@@ -30,6 +30,7 @@ from dppo_megatron.evaluation.eval_samples import (
     write_text,
 )
 from dppo_megatron.randomness import generator
+from dppo_megatron.texts import aligned
 from dppo_megatron.types import FloatArray, UserError
 
 RESAMPLES = 10_000
@@ -213,16 +214,12 @@ def _check_same(name: str, ours: Problems, theirs: Problems) -> None:
 
 
 def _table(rows: Sequence[Difference]) -> list[str]:
-    width = max(3, *(len(row.name) for row in rows))
-    head = f"{'set':<{width}} {'problems':>9} {'A':>7} {'B':>7} {'B - A':>7}  {'95 % interval':<17} {'p':>7}"
-    lines = [head]
+    lines = [["set", "problems", "A", "B", "B - A", "95 % interval", "p", ""]]
     for row in rows:
         interval, p = "-", "-"
         if row.low is not None and row.high is not None and row.p is not None:
             interval, p = f"{100 * row.low:+.1f} .. {100 * row.high:+.1f}", f"{row.p:.4f}"
         verdict = "within noise" if row.within_noise else "B is better" if row.difference > 0 else "A is better"
-        lines.append(
-            f"{row.name:<{width}} {row.problems:>9} {100 * row.a:>7.1f} {100 * row.b:>7.1f}"
-            f" {100 * row.difference:>+7.1f}  {interval:<17} {p:>7}  {verdict}"
-        )
-    return [*lines, "", f"Points of pass@1; paired bootstrap over problems, {RESAMPLES:,} resamples."]
+        shares = f"{100 * row.a:.1f}", f"{100 * row.b:.1f}", f"{100 * row.difference:+.1f}"
+        lines.append([row.name, str(row.problems), *shares, interval, p, verdict])
+    return [*aligned(lines), "", f"Points of pass@1; paired bootstrap over problems, {RESAMPLES:,} resamples."]

@@ -13,16 +13,16 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import msgspec
 
 from dppo_megatron.config.changes import flat
 from dppo_megatron.config.paths import check_writable, json_reason, writing
 from dppo_megatron.config.reward import RewardConfig
-from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
+from dppo_megatron.evaluation.eval_scores import EvalSample, EvalScores, score
 from dppo_megatron.files import append_to, make_directory, open_to_read, replacing
 from dppo_megatron.texts import log, one_line
 from dppo_megatron.types import Prompt, UserError
@@ -39,56 +39,6 @@ _SETTINGS = "settings"
 on resume, because settings such as the graders' limits may change."""
 _FREE_AT_RESUME = [item.name for item in fields(RewardConfig) if item.metadata.get("free_at_resume")]
 _VERDICT = ("reward", "correct", "extracted", "vote", "unparsed", "why", "failure")
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-_Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
-
-
-@dataclass(frozen=True, slots=True)
-class EvalSample:
-    set: str
-    problem: str
-    """Id of the problem in its set (`problem_ids`); the same in every evaluation of the set."""
-    problem_index: _Count
-    """Index in the set, from 0."""
-    sample: _Count
-    """Number among the problem's samples, from 0."""
-    prompt: str
-    """The model's input, including the template."""
-    reference: str
-    text: str
-    """The completion, without special tokens."""
-    tokens: _Count
-    finish_reason: str
-    """`stop`, or `length` if it reached max_completion_tokens."""
-    reward: _Finite | None = None
-    """null: grading failed."""
-    correct: bool | None = None
-    """Whether the reward, of several the first, is >= reward.correct_from; null: grading failed, or did not judge."""
-    extracted: str | None = None
-    """The final answer that the grader found; null: none, or not reported."""
-    vote: str | None = None
-    """The answer that maj@k counts: `extracted`; in samples.jsonl, equal wrong answers have one spelling."""
-    unparsed: bool | None = None
-    """Whether no final answer could be read; null: not reported, or grading failed."""
-    why: str = ""
-    failure: str = ""
-    """Why there is no `correct`; empty if there is."""
-    row: Mapping[str, Any] = field(default_factory=dict)
-    """The problem's row, for graders that read it."""
-    level: _Finite | None = None
-    """The difficulty that the row states; null: none."""
-
-    @property
-    def is_graded(self) -> bool:
-        return self.correct is not None or bool(self.failure)
-
-    @property
-    def outcome(self) -> SampleOutcome:
-        """The values from which scores are computed."""
-        truncated = self.finish_reason == "length"
-        return SampleOutcome(
-            self.problem_index, self.correct, self.vote, truncated, self.unparsed, self.tokens, self.reward
-        )
 
 
 def problem_ids(prompts: Sequence[Prompt]) -> list[str]:
@@ -129,7 +79,7 @@ def scores_of(samples: Sequence[EvalSample]) -> list[EvalScores]:
             name,
             problems=len(problems),
             samples=1 + max(one.sample for members in problems.values() for one in members),
-            outcomes=[one.outcome for members in problems.values() for one in members],
+            graded=[one for members in problems.values() for one in members],
         )
         for name, problems in by_problem(samples).items()
     ]

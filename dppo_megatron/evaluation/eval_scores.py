@@ -10,32 +10,57 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-1e308, le=1e308)]
 _LARGEST_FOR_SUBSETS = 512
 """Above this many samples of a problem, maj@k is given for k = n only: the number of subsets overflows float64."""
 
 
 @dataclass(frozen=True, slots=True)
-class SampleOutcome:
-    """What scores need of a sample; small, because ranks exchange outcomes."""
+class EvalSample:
+    set: str
+    problem: str
+    """Id of the problem in its set (`problem_ids`); the same in every evaluation of the set."""
+    problem_index: _Count
+    """Index in the set, from 0."""
+    sample: _Count
+    """Number among the problem's samples, from 0."""
+    prompt: str
+    """The model's input, including the template."""
+    reference: str
+    text: str
+    """The completion, without special tokens."""
+    tokens: _Count
+    finish_reason: str
+    """`stop`, or `length` if it reached max_completion_tokens."""
+    reward: _Finite | None = None
+    """null: grading failed."""
+    correct: bool | None = None
+    """Whether the reward, of several the first, is >= reward.correct_from; null: grading failed, or did not judge."""
+    extracted: str | None = None
+    """The final answer that the grader found; null: none, or not reported."""
+    vote: str | None = None
+    """The answer that maj@k counts: `extracted`; in samples.jsonl, equal wrong answers have one spelling."""
+    unparsed: bool | None = None
+    """Whether no final answer could be read; null: not reported, or grading failed."""
+    why: str = ""
+    failure: str = ""
+    """Why there is no `correct`; empty if there is."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The problem's row, for graders that read it."""
+    level: _Finite | None = None
+    """The difficulty that the row states; null: none."""
 
-    problem: int
-    """Index of the problem in its set."""
-    correct: bool | None
-    """None: grading failed, or the first of several rewards did not judge."""
-    vote: str | None
-    """The answer that it votes for in maj@k (see `evaluator.py`); None: it gave no answer, and abstains."""
-    truncated: bool
-    unparsed: bool | None
-    """Whether no final answer could be read; None: not reported, or grading failed."""
-    tokens: int
-    reward: float | None = None
-    """None: grading failed."""
+    @property
+    def is_graded(self) -> bool:
+        return self.correct is not None or bool(self.failure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +143,25 @@ def percent(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f} %" + (f" ± {100 * estimate.se:.1f}" if estimate.se is not None else "")
 
 
-def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutcome]) -> EvalScores:
-    """The scores of a set with this many problems and samples per problem; `outcomes` in any order."""
-    by_problem: dict[int, list[SampleOutcome]] = {}
+def score(name: str, problems: int, samples: int, graded: Sequence[EvalSample]) -> EvalScores:
+    """The scores of a set with this many problems and samples per problem; `graded` in any order."""
+    by_problem: dict[int, list[EvalSample]] = {}
     rewards: dict[int, list[float]] = {}
-    for outcome in outcomes:
-        if outcome.reward is not None:
-            rewards.setdefault(outcome.problem, []).append(outcome.reward)
-        if outcome.correct is not None:
-            by_problem.setdefault(outcome.problem, []).append(outcome)
-    graded = [by_problem[problem] for problem in sorted(by_problem)]
-    counts = [(len(of_one), sum(bool(one.correct) for one in of_one)) for of_one in graded]
+    for sample in graded:
+        if sample.reward is not None:
+            rewards.setdefault(sample.problem_index, []).append(sample.reward)
+        if sample.correct is not None:
+            by_problem.setdefault(sample.problem_index, []).append(sample)
+    judged = [by_problem[problem] for problem in sorted(by_problem)]
+    counts = [(len(of_one), sum(bool(one.correct) for one in of_one)) for of_one in judged]
     avg = mean(c / n for n, c in counts)
     pass_at = {k: mean(pass_at_k(n, c, k) for n, c in counts if n >= k) for k in doublings(samples)} | {1: avg}
     maj_at: dict[int, Estimate] = {}
-    every = [one for of_one in graded for one in of_one]
+    every = [one for of_one in judged for one in of_one]
     # a grader that only returns numbers reports neither answers nor whether there is one
     reports_answers = any(one.vote is not None or one.unparsed is not None for one in every)
     if (reports_answers or not every) and not any(one.correct and one.vote is None for one in every):
-        ballots = [ballot(of_one) for of_one in graded]
+        ballots = [ballot(of_one) for of_one in judged]
         for k in doublings(samples):
             if k > 1 and (samples <= _LARGEST_FOR_SUBSETS or k == samples):
                 maj_at[k] = mean(maj_at_k(*votes, k) for votes, (n, _) in zip(ballots, counts, strict=True) if n >= k)
@@ -147,10 +172,10 @@ def score(name: str, problems: int, samples: int, outcomes: Sequence[SampleOutco
         avg=avg,
         pass_at=pass_at,
         maj_at=maj_at,
-        truncated_share=_share(one.truncated for one in outcomes),
-        unparsed_share=_share([one.unparsed for one in outcomes if one.unparsed is not None]),
-        failed=sum(one.correct is None for one in outcomes),
-        completion_tokens_mean=_share(one.tokens for one in outcomes),
+        truncated_share=_share(one.finish_reason == "length" for one in graded),
+        unparsed_share=_share([one.unparsed for one in graded if one.unparsed is not None]),
+        failed=sum(one.correct is None for one in graded),
+        completion_tokens_mean=_share(one.tokens for one in graded),
         reward_mean=mean(sum(rewards[one]) / len(rewards[one]) for one in sorted(rewards)).value,
         by_problem=tuple(
             _share(bool(one.correct) for one in by_problem.get(problem, ())) for problem in range(problems)
@@ -220,12 +245,12 @@ Ballot = tuple[int, tuple[int, ...], int]
 """Votes on one problem: for the correct answer, for each other answer, and abstentions."""
 
 
-def ballot(outcomes: Sequence[SampleOutcome]) -> Ballot:
+def ballot(samples: Sequence[EvalSample]) -> Ballot:
     """Count the votes on one problem. All correct samples vote for one answer, however they spell it: the grader has
     found each equal to the reference."""
-    wrong = [one.vote for one in outcomes if not one.correct]
+    wrong = [one.vote for one in samples if not one.correct]
     others = Counter(vote for vote in wrong if vote is not None)
-    return len(outcomes) - len(wrong), tuple(sorted(others.values(), reverse=True)), wrong.count(None)
+    return len(samples) - len(wrong), tuple(sorted(others.values(), reverse=True)), wrong.count(None)
 
 
 def maj_at_k(correct: int, others: Sequence[int], abstentions: int, k: int) -> float:

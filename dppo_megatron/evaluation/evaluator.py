@@ -10,13 +10,12 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from dppo_megatron.config.resolved_sets import eval_set_configs
 from dppo_megatron.distributed import from_rank_zero, gather_all, world_size
-from dppo_megatron.evaluation.eval_samples import EvalSample, UnfinishedSamples, key_of, problem_ids
-from dppo_megatron.evaluation.eval_scores import EvalScores, SampleOutcome, score
+from dppo_megatron.evaluation.eval_samples import UnfinishedSamples, key_of, problem_ids
+from dppo_megatron.evaluation.eval_scores import EvalSample, EvalScores, score
 from dppo_megatron.job import Job
 from dppo_megatron.progress import progress
 from dppo_megatron.rewards.grading import Graders, GradeTask
@@ -59,20 +58,20 @@ class Evaluator:
     def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
-        Ranks exchange outcomes, not texts: the texts of 2,000 answers of 8,000 tokens are 60 MB.
+        Ranks do not exchange texts: those of 2,000 answers of 8,000 tokens are 60 MB.
         """
-        outcomes = gather_all([(sample.set, sample.outcome) for sample in self.sample(engine, names)])
+        own = [replace(one, prompt="", text="", row={}) for one in self.sample(engine, names)]
+        samples = gather_all(own)
         if engine.has_servers:  # these grader processes are idle until the next evaluation: clients grade for training
             self.close()
-        scores = []
-        for one in self.sets:
-            if names is None or one.name in names:
-                own = [outcome for set_name, outcome in outcomes if set_name == one.name]
-                if self._graders.is_math(one.name):  # on one rank, as the grader compares answers at random points
-                    common = from_rank_zero(partial(wrong_spellings, own))
-                    own = [replace(outcome, vote=counted_vote(outcome, common)) for outcome in own]
-                scores.append(score(one.name, len(one.prompts), one.samples, own))
-        return scores
+        # on one rank, as the grader compares answers at random points
+        votes = from_rank_zero(lambda: [one.vote for one in self._graders.with_equal_votes(samples)])
+        samples = [replace(one, vote=vote) for one, vote in zip(samples, votes, strict=True)]
+        return [
+            score(one.name, len(one.prompts), one.samples, [sample for sample in samples if sample.set == one.name])
+            for one in self.sets
+            if names is None or one.name in names
+        ]
 
     def sample(
         self, engine: Engine, names: Collection[str] | None = None, unfinished: UnfinishedSamples | None = None
@@ -180,12 +179,17 @@ class SetGraders:
 
     def with_equal_votes(self, samples: Sequence[EvalSample]) -> list[EvalSample]:
         """The samples with the votes that maj@k counts (`common_spellings`)."""
-        common = {
-            name: wrong_spellings(one.outcome for one in samples if one.set == name)
-            for name in {one.set for one in samples}
-            if self.is_math(name)
-        }
-        return [replace(one, vote=counted_vote(one.outcome, common.get(one.set, {}))) for one in samples]
+        wrong: dict[str, list[Vote]] = {one.set: [] for one in samples if self.is_math(one.set)}
+        for one in samples:
+            if one.set in wrong and one.correct is False and one.vote is not None:
+                wrong[one.set].append((one.problem_index, one.vote))
+        common = {(name, *vote): one for name, votes in wrong.items() for vote, one in common_spellings(votes).items()}
+
+        def counted(one: EvalSample) -> str | None:
+            place = one.set, one.problem_index, one.vote or ""
+            return common.get(place, one.vote) if one.correct is False else one.vote
+
+        return [replace(one, vote=counted(one)) for one in samples]
 
     def graded_in_parts(self, samples: Sequence[EvalSample]) -> Iterator[list[EvalSample]]:
         """Grade all samples, even those with verdicts; yields parts in order, each as soon as it is done. All parts are
@@ -296,17 +300,3 @@ def common_spellings(votes: Iterable[Vote], same: Callable[[str, str], bool] = _
                 distinct += [spelling] if known[form] == spelling else []
             common[problem, spelling] = known[form]
     return common
-
-
-def wrong_spellings(outcomes: Iterable[SampleOutcome]) -> Mapping[Vote, str]:
-    """`common_spellings` of a set's wrong answers."""
-    return common_spellings(
-        (one.problem, one.vote) for one in outcomes if one.correct is False and one.vote is not None
-    )
-
-
-def counted_vote(outcome: SampleOutcome, common: Mapping[Vote, str]) -> str | None:
-    """The vote of an outcome; that of a wrong answer under its common spelling."""
-    if outcome.correct is not False or outcome.vote is None:
-        return outcome.vote
-    return common.get((outcome.problem, outcome.vote), outcome.vote)

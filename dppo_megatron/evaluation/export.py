@@ -24,7 +24,6 @@ from dppo_megatron.config.paths import writing
 from dppo_megatron.data.summary import safe_name
 from dppo_megatron.evaluation.eval_samples import (
     RESULTS,
-    EvalSample,
     Problems,
     by_problem,
     check_ended,
@@ -34,7 +33,7 @@ from dppo_megatron.evaluation.eval_samples import (
     share_correct,
     write_text,
 )
-from dppo_megatron.evaluation.eval_scores import EvalScores
+from dppo_megatron.evaluation.eval_scores import EvalSample, EvalScores
 from dppo_megatron.files import make_directory
 from dppo_megatron.types import UserError
 

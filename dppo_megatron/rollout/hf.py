@@ -20,6 +20,7 @@ from itertools import islice
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from dppo_megatron.config.schema import Config
@@ -182,12 +183,9 @@ class HFEngine(Engine):
 
     def _left_pad(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         """Tokens [P, longest], and a bool mask [P, longest] that is False at padding."""
-        longest = max(len(token_ids) for token_ids in prompts)
-        tokens = torch.full((len(prompts), longest), self._tokenizer.pad_token_id, dtype=torch.int64)
-        visible = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, token_ids in enumerate(prompts):
-            tokens[row, longest - len(token_ids) :] = torch.tensor(token_ids)
-            visible[row, longest - len(token_ids) :] = True
+        rows = [torch.tensor(token_ids) for token_ids in prompts]
+        tokens = pad_sequence(rows, True, self._tokenizer.pad_token_id, padding_side="left")
+        visible = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True, padding_side="left")
         return tokens.to(self._device), visible.to(self._device)
 
     def _completions(self, output: _BatchOutput) -> list[tuple[int, Completion]]:

@@ -26,7 +26,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.distributed import OnRankZero, barrier, from_each, from_rank_zero, gather_all, on_every_rank, rank
 from dppo_megatron.launcher_env import launched_node
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import HookFactory, ServerAddress, completion_of
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress, TakeShare, completion_of
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import ClientRendezvous, Clients, NodeClient, Nodes, owners, take
 from dppo_megatron.rollout.engine import Engine, Request, RolloutStats, Sampling, Weights
@@ -51,9 +50,8 @@ from dppo_megatron.rollout.servers.dispatch import Dispatch, NeedsWeights, dispa
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import Peer
-from dppo_megatron.rollout.servers.protocol import Generator, Server
+from dppo_megatron.rollout.servers.protocol import Server
 from dppo_megatron.rollout.servers.rollout_work import Work, grouped
-from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.wire import Expected
 from dppo_megatron.rollout.sync.broadcast import BroadcastChannel
 from dppo_megatron.rollout.sync.channels import Channel, DiskChannel, drain, in_thread
@@ -194,7 +192,10 @@ class ServerEngine(Engine):
             return {}
         for work in self._started:
             work.was_seen = True
-        from_client = partial(take, self._take_path, self._secret, 0, 1, copies=True)
+
+        def from_client(**which: Any) -> Iterator[Arrived]:
+            return take(self._take_path, self._secret, TakeShare(0, 1, copies=True, **which))
+
         return collected(self._started, from_client if self._client is not None else None)
 
     def finish(self) -> dict[int, Completion]:
@@ -341,8 +342,9 @@ class ServerEngine(Engine):
         if self._nodes.node not in self._client_nodes:
             return {}
         ranks = self._nodes.local_ranks
+        share = TakeShare(ranks.index(self._nodes.rank), len(ranks), work.number)
         completions = {}
-        for arrived in take(self._take_path, self._secret, ranks.index(self._nodes.rank), len(ranks), work.number):
+        for arrived in take(self._take_path, self._secret, share):
             place = work.places[arrived.index][arrived.position]
             completions[place] = arrived.completion
             if arrived.grade is not None:
@@ -366,11 +368,11 @@ class RankZero:
         hosts: Sequence[str],
     ) -> None:
         self._config = config
-        generators: list[Generator] = [*connected.servers, *connected.routers]
-        owned_by = owners([one.http.url for one in generators], len(hosts), [server.node for server in launched])
+        urls = [server.http.url for server in connected.servers]
+        owned_by = owners(urls, len(hosts), [server.node for server in launched])
         self.nodes = sorted(set(owned_by)) if connected.addresses is None else list(range(len(hosts)))
         """Nodes with a client: those that own a server, or all nodes if servers may join later."""
-        self.clients = Clients(hosts, [_address(one) for one in generators], owned_by, self.nodes)
+        self.clients = Clients(hosts, [_address(server) for server in connected.servers], owned_by, self.nodes)
         membership = Membership(connected, config, architecture, self._introduce)
         self.fleet = Fleet(
             connected.servers,
@@ -378,7 +380,6 @@ class RankZero:
             self.clients,
             are_own=bool(launched),
             health_file=HealthFile(Path(config.run_dir)),
-            routers=connected.routers,
             update_membership=membership.update,
             inspect=membership.inspect,
         )
@@ -414,16 +415,12 @@ class RankZero:
         stats.servers_live = len(self.fleet.live)
 
     def _introduce(self, server: Server) -> None:
-        """Make a server known to the clients: a new one, perhaps behind a router, or one with another dialect."""
+        """Make a server known to the clients: a new one, or one with another dialect."""
         self.clients.add(_address(server))
-        for router in self.fleet.routers:
-            self.clients.add(_address(router.server))
 
 
-def _address(server: Generator) -> ServerAddress:
-    urls = [server.http.url, *(sorted(server.named) if isinstance(server, RouterServer) else ())]
-    peer, *workers = (Peer(url, server.http.api_key, bool(server.http.proves)) for url in urls)
-    return ServerAddress(peer, server.dialect, tuple(workers))
+def _address(server: Server) -> ServerAddress:
+    return ServerAddress(Peer(server.http.url, server.http.api_key, bool(server.http.proves)), server.dialect)
 
 
 class _Background:
@@ -431,40 +428,35 @@ class _Background:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._lock = Lock()
         self._works: list[Work] = []
         self._thread: Future[None] | None = None
-        self._is_running = False
-        """The thread will look at `_works` again, so it will see what is added now."""
-        self._failure: BaseException | None = None
-        """The exception that ended the thread before all work was done."""
 
     def begin(self, work: Work) -> None:
-        with self._lock:
-            self._works[:] = [one for one in self._works if one.is_wanted] + [work]
+        self._works[:] = [*(one for one in self._works if one.is_wanted), work]
         self.resume()
 
     def resume(self) -> None:
         """Start the thread again, unless it runs, or has ended with an error other than NeedsWeights."""
-        with self._lock:
-            if not self._is_running and not self.has_failed:
-                self._is_running, self._failure = True, None
-                self._thread = in_thread(self._run, "rollout")
+        if self._thread is None or (self._thread.done() and not self.has_failed):
+            self._thread = in_thread(self._run, "rollout")
 
     def wait(self, work: Work) -> bool:
         """Wait until `work` is finished, and return False. Returns True if servers need a weight sync first."""
         while not work.finished.done():
             assert self._thread is not None, "begin() comes first"
             wait([work.finished, self._thread], return_when=FIRST_COMPLETED)
-            if not work.finished.done() and self._failure is not None:
-                if isinstance(self._failure, NeedsWeights):
+            if not work.finished.done():
+                if isinstance(self._thread.exception(), NeedsWeights):
                     return True
-                raise self._failure
+                self._thread.result()
+                self.resume()  # it was about to end when `work` began
         return False
 
     @property
     def has_failed(self) -> bool:
-        return self._failure is not None and not isinstance(self._failure, NeedsWeights)
+        """It has ended before all work was done, and not for lack of weights."""
+        error = self._thread.exception() if self._thread is not None and self._thread.done() else None
+        return error is not None and not isinstance(error, NeedsWeights)
 
     def join(self) -> None:
         if self._thread is not None:
@@ -472,21 +464,10 @@ class _Background:
 
     def give_up(self) -> None:
         """End all rollouts, and wait until the thread has ended."""
-        with self._lock:
-            for work in self._works:
-                work.given_up = True
+        for work in self._works:
+            work.given_up = True
         self.join()
 
     def _run(self) -> None:
-        try:
-            while self._has_work():
-                drain(Dispatch(self._fleet, self._works).run())
-        except BaseException as error:
-            with self._lock:
-                self._is_running, self._failure = False, error
-            raise
-
-    def _has_work(self) -> bool:
-        with self._lock:
-            self._is_running = any(one.is_wanted for one in self._works)
-            return self._is_running
+        while any(one.is_wanted for one in self._works):
+            drain(Dispatch(self._fleet, self._works).run())

@@ -27,7 +27,8 @@ from support.job import QUICK, job_config, write_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.config.schema import Config
-from dppo_megatron.evaluation.eval_samples import EvalSample, scores_of
+from dppo_megatron.evaluation.eval_samples import scores_of
+from dppo_megatron.evaluation.eval_scores import EvalSample
 from dppo_megatron.evaluation.standalone import write_results
 from dppo_megatron.job import prepare_job
 from dppo_megatron.run import Run

@@ -54,13 +54,6 @@ class FakeServer:
     def close(self) -> None: ...
 
 
-@dataclass
-class FakeRouter(FakeServer):
-    """In front of `named`."""
-
-    named: frozenset[str] = frozenset()
-
-
 class Inline(Executor):
     """Questions are answered before `submit` returns."""
 
@@ -101,10 +94,10 @@ class World:
     clients: dict[str, int] = field(default_factory=dict)
     """Server -> the client that asks it; all the same one's else."""
 
-    def fleet(self, count: int = 2, routers: Sequence[FakeRouter] = (), **limits: Any) -> Fleet:
+    def fleet(self, count: int = 2, **limits: Any) -> Fleet:
         config = rollout_config({f"limits.{name}": value for name, value in limits.items()})
         self.servers = [FakeServer(name) for name in "abcdefgh"[:count]]
-        given: Any = (self.servers, config, self, (), lambda: self.now, Inline(), None, routers)
+        given: Any = (self.servers, config, self, (), lambda: self.now, Inline())
         fleet = Fleet(*given)
         synced(fleet)
         return fleet

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from dppo_megatron.rollout.client import messages
-from dppo_megatron.rollout.servers.http import ERROR_BYTES, OurFault, Peer, Refused, Transport, Unreachable
+from dppo_megatron.rollout.servers.http import ERROR_BYTES, OurFault, Refused, Transport, Unreachable
 from dppo_megatron.rollout.servers.wire import NOT_BEGUN, Call, GenerateRequest, Sampled, Submit, checked
 
 OWN_FILES = 160
@@ -60,19 +61,12 @@ class ServerConnections:
         """Have the server abort a request. Failures are ignored: health probes find a server that hangs."""
         self._running.discard(group.request_id)
         address = self._servers[server]
-        calls = address.dialect.abort_calls(group)
-        # to all workers of a router, which alone knows who has the request; at once, so that none waits for another
-        await asyncio.gather(*(self._abort_at(peer, calls) for peer in address.workers or [address.peer]))
+        with contextlib.suppress(Unreachable, Refused, OurFault):
+            for call in address.dialect.abort_calls(group):
+                await self._aborts.repeat(address.peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
 
     async def close(self) -> None:
         await asyncio.gather(self._transport.close(), self._aborts.close())
-
-    async def _abort_at(self, peer: Peer, calls: Sequence[Call]) -> None:
-        for call in calls:
-            try:
-                await self._aborts.repeat(peer, "POST", call.path, call.body, ERROR_BYTES, _ABORT_S)
-            except (Unreachable, Refused, OurFault):
-                return
 
     async def _post_all(self, server: messages.ServerAddress, calls: Sequence[Call], max_bytes: int) -> list[bytes]:
         """The answers to `calls`, in order. The first failure cancels the other calls."""

@@ -40,8 +40,6 @@ class ServerAddress(msgspec.Struct, frozen=True):
 
     peer: Peer
     dialect: AnyDialect
-    workers: tuple[Peer, ...] = ()
-    """If it is a router: the servers behind it."""
 
 
 class Servers(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +78,7 @@ class TakeShare(msgspec.Struct, frozen=True):
 
     share: int
     shares: int
-    rollout: int
+    rollout: int = 0
     copies: bool = False
     """Instead: copies of what the latest look has seen of the rollout, finished or not."""
     looks_at: tuple[int, ...] = ()

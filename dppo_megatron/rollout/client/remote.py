@@ -122,23 +122,13 @@ class NodeClient:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def take(
-    path: str,
-    secret: bytes,
-    share: int,
-    shares: int,
-    rollout: int = 0,
-    *,
-    copies: bool = False,
-    looks_at: tuple[int, ...] = (),
-) -> Iterator[messages.Arrived]:
-    """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended.
-    `copies`, `looks_at`: see `TakeShare`."""
+def take(path: str, secret: bytes, share: messages.TakeShare) -> Iterator[messages.Arrived]:
+    """This rank's share of a rollout's completions at its node's client. Raises RunAborted if the client has ended."""
     try:
         with messages.connect(path, _HANDSHAKE_S) as peer:
             peer.settimeout(_TAKE_S)
             messages.handshake(peer, secret, listens=False)
-            messages.send(peer, messages.ENCODER.encode(messages.TakeShare(share, shares, rollout, copies, looks_at)))
+            messages.send(peer, messages.ENCODER.encode(share))
             yield from messages.take_over(peer)
     except OSError as error:
         raise RunAborted(f"this node's rollout client has ended: {error}") from None

@@ -17,13 +17,19 @@ from dppo_megatron.config.resolved_sets import longest_sequence
 from dppo_megatron.config.rollout import RolloutConfig, check_endpoint
 from dppo_megatron.config.schema import Config
 from dppo_megatron.rollout.servers.device_map import CPU, DeviceMap, RankDevice, ranks_of_workers, visible_devices
-from dppo_megatron.rollout.servers.directory import Addresses, Directory, RegistryEntry
+from dppo_megatron.rollout.servers.directory import (
+    Addresses,
+    Directory,
+    RegistryEntry,
+    Router,
+    current_entries,
+    named_workers,
+)
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import BadAnswer, Http, NotProven, Refused, Unreachable, clean_key
 from dppo_megatron.rollout.servers.in_engine import dppo_wire
 from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server, ServerInfo
-from dppo_megatron.rollout.servers.router import RouterServer, current_entries, named_workers, set_dialect
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.texts import log
@@ -53,7 +59,6 @@ class Launched:
 @dataclass
 class ConnectedServers:
     servers: list[Server]
-    routers: list[RouterServer]
     channel: ChannelName
     description: str
     device_map: DeviceMap
@@ -68,7 +73,6 @@ def connect(
     """Connect to every server and check it. `devices`: where each rank has the weights that it sends. Raises UserError,
     which names the server and what is wrong with it."""
     rollout = config.rollout
-    routers: list[RouterServer] = []
     read_addresses: Addresses | None = None
     if rollout.servers.registry_dir:
         files = Directory(Path(rollout.servers.registry_dir))
@@ -80,8 +84,7 @@ def connect(
         known, routers = resolve_endpoints(rollout, configured)
         keys = dict.fromkeys(known, configured)
         if routers:
-            behind = {name for router in routers for name in router.named}
-            alone = [url for url in known if url not in behind]
+            alone = [url for url in known if not any(url in router.workers for router in routers)]
             read_addresses = partial(current_entries, alone, routers, configured, rollout.engine)
     urls = list(keys)
     servers: list[Server] = [make_server(rollout, url, key, architecture.vocab_size) for url, key in keys.items()]
@@ -89,7 +92,6 @@ def connect(
         infos = list(threads.map(lambda server: describe(server, rollout.servers.api_key_env), servers))
     for server, info in zip(servers, infos, strict=True):
         check_server(server.http.url, info, config, architecture)
-    routers = [router for router in routers if set_dialect(router, [server.dialect for server in servers])]
     on_gpu = any(CPU not in device.names for device in devices)
     device_map = _device_map(launched, infos, devices, all_shared=on_gpu and rollout.servers.colocate)
     unequal = {url: dppo_wire.nccl_difference(info.nccl) for url, info in zip(urls, infos, strict=True)}
@@ -101,7 +103,6 @@ def connect(
     channel, why = choose_channel(rollout.sync.channel, offered, on_gpu=on_gpu, colocated=colocated, unequal=unlike)
     return ConnectedServers(
         servers=servers,
-        routers=routers,
         channel=channel,
         device_map={url: ranks for url, ranks in device_map.items() if ranks} if channel == "ipc" else {},
         description=(
@@ -134,22 +135,22 @@ def check_entry(entry: RegistryEntry, rollout: RolloutConfig) -> None:
     check_endpoint(entry.url, rollout)
 
 
-def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list[RouterServer]]:
-    """The addresses of configured servers and of the workers of configured routers; and the routers (`router.py`).
+def resolve_endpoints(rollout: RolloutConfig, key: str) -> tuple[list[str], list[Router]]:
+    """The addresses of configured servers and of the workers of configured routers; and the routers.
     Raises UserError for a router that lists no worker, one twice, or one at an address that is not allowed."""
     servers: list[str] = []
-    routers: list[RouterServer] = []
+    routers: list[Router] = []
     for url in rollout.servers.endpoints:
-        named = None
+        named, http = None, Http(url, key, proves=None)
         with suppress(Unreachable, Refused):  # no such path, or no answer: if that is a fault, `describe` reports it
-            named = named_workers(Http(url, key, proves=None), _FIRST_ANSWER_S)
+            named = named_workers(http, _FIRST_ANSWER_S)
         for worker in named or []:
             check_endpoint(worker, rollout)
         if named == []:
             raise UserError(f"rollout.servers.endpoints: {url} is a router without workers")
         if named:
             log(f"rollout: {url} is a router of {len(named)} servers: {', '.join(named)}")
-            routers.append(RouterServer(Http(url, key), named=frozenset(named)))
+            routers.append(Router(http, named))
         servers += named or [url]
     if len(set(servers)) < len(servers):
         raise UserError(f"rollout.servers.endpoints names a server twice, by itself or as a router's: {servers}")

@@ -111,17 +111,9 @@ VLLM_ARRAYS_PATH = "/inference/v1/generate_arrays"
 VLLM_WORKERS_PATH = "/dppo_workers"
 
 
-class _Dialect(msgspec.Struct, frozen=True):
-    arrays = False
-
-    def carries(self, group: GenerateRequest) -> bool:
-        """Whether the engine receives the whole request and the answer is complete: only arrays can hold experts."""
-        return group.experts is None or self.arrays
-
-
-class VLLMDialect(_Dialect, frozen=True, tag="vllm"):
+class VLLMDialect(msgspec.Struct, frozen=True, tag="vllm"):
     """POST /inference/v1/generate, one request with n = group.count (0.32), or one per completion if these have limits
-    of their own, since n completions share their parameters. vLLM's router passes the body on unchanged."""
+    of their own, since n completions share their parameters."""
 
     seeded: bool = True
     arrays: bool = False
@@ -216,14 +208,13 @@ class _SGLangAnswer(msgspec.Struct):
 
 
 _SGLANG_DECODER = msgspec.json.Decoder(list[_SGLangAnswer])
-_SGLANG_ONE_DECODER = msgspec.json.Decoder(_SGLangAnswer)
 
 
 SGLANG_ARRAYS_PATH = "/generate_arrays"
 SGLANG_NCCL_PATH = "/dppo_nccl"
 
 
-class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
+class SGLangDialect(msgspec.Struct, frozen=True, tag="sglang"):
     """POST /generate with a batch of group.count copies of the prompt (0.5.23)."""
 
     vocab_size: int
@@ -252,28 +243,6 @@ class SGLangDialect(_Dialect, frozen=True, tag="sglang"):
         batch = decoded(_SGLANG_DECODER, content)
         _check_count(group.count, len(batch))
         return [_sglang_completion(answer, group, index) for index, answer in enumerate(batch)]
-
-
-class SGLangRouterDialect(SGLangDialect, frozen=True, tag="sglang-router"):
-    """POST /generate as sglang-router accepts it (0.3.2): one completion per request, since it takes one id per request
-    and with n > 1 SGLang would choose the ids. It has no path for arrays, nor for `abort_calls`, which workers get."""
-
-    def rounds(self, group: GenerateRequest) -> list[list[Call]]:
-        """First a request for 0 tokens: the router's prefix tree then sends the others to the worker that got it."""
-        batch = sglang_body(group, self.seeded, self.vocab_size)
-        each = zip(batch["rid"], batch["input_ids"], batch["sampling_params"], strict=True)
-        bodies = [batch | {"rid": rid, "input_ids": ids, "sampling_params": how} for rid, ids, how in each]
-        return [*_prefill(group), [Call("/generate", msgspec.json.encode(body)) for body in bodies]]
-
-    def carries(self, group: GenerateRequest) -> bool:
-        """Not log-probabilities under a cut: the router drops `return_sampling_mask`, a field that it does not know, so
-        the answer would silently have those before top_p and top_k."""
-        return super().carries(group) and not (_cuts(group) and group.reads_logprobs)
-
-    def read(self, answers: Sequence[bytes], group: GenerateRequest) -> list[Sampled]:
-        """The completions in the order of their indices."""
-        each = [decoded(_SGLANG_ONE_DECODER, content) for content in answers]
-        return [_sglang_completion(answer, group, index) for index, answer in enumerate(each)]
 
 
 def _prompt_rid(group: GenerateRequest) -> str:
@@ -310,7 +279,7 @@ def _sglang_completion(answer: _SGLangAnswer, group: GenerateRequest, index: int
 
 def sglang_body(group: GenerateRequest, seeded: bool, vocab_size: int) -> dict[str, Any]:
     """The request to SGLang. Its usual log-probabilities are those before top_p and top_k, so it asks for others."""
-    cuts = _cuts(group)
+    cuts = group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
     # every parameter is set: SGLang takes missing ones from the model's generation_config.json
     parameters: dict[str, Any] = {
         "n": 1,
@@ -346,11 +315,7 @@ def _replica(group: GenerateRequest) -> dict[str, int]:
     return {} if group.replica is None else {"routed_dp_rank": group.replica}
 
 
-def _cuts(group: GenerateRequest) -> bool:
-    return group.temperature > 0 and (group.top_p < 1 or group.top_k > 0)
-
-
-AnyDialect = VLLMDialect | SGLangDialect | SGLangRouterDialect
+AnyDialect = VLLMDialect | SGLangDialect
 """An engine's encoding and decoding, in the form that is sent to rollout clients. `rounds`: calls to post, one round
 after the other, those of a round concurrently. `abort_calls`: calls that abort a request; its answer then has the
 tokens so far, with the reason `abort`. `read` decodes the answers to the last round."""

@@ -7,6 +7,9 @@
 
 A file holds a key, so it is readable by its owner only (0600). Only files of the same user are read, since weights are
 sent to the addresses in them.
+
+A router (sglang-router, vLLM's) lists servers too, at GET /workers. These take its place, and requests go to them
+directly: a router does not know which of them have the current weights.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from dppo_megatron.config.paths import shown
 from dppo_megatron.files import open_to_read, replacing
+from dppo_megatron.rollout.servers.http import Http, Refused, Unreachable
+from dppo_megatron.rollout.servers.protocol import Text
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
 
@@ -33,6 +40,7 @@ _STALE_S = 60.0
 _POLL_S = 1.0
 _SUFFIX = ".json"
 _MAX_BYTES = 65536
+_ASK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +149,38 @@ def _read(path: Path) -> tuple[int, RegistryEntry | None]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return status.st_mtime_ns, None
     return status.st_mtime_ns, entry
+
+
+class Routed(msgspec.Struct):
+    url: Text
+
+
+class RoutedWorkers(msgspec.Struct):
+    """The answer to GET /workers of sglang-router 0.3.2 and vllm-router 0.1.17."""
+
+    workers: Annotated[list[Routed], msgspec.Meta(max_length=4096)]
+
+
+@dataclass
+class Router:
+    http: Http
+    workers: list[str]
+    """Addresses of its workers, as last listed."""
+
+
+def named_workers(http: Http, timeout_s: float) -> list[str]:
+    """The addresses that `GET /workers` lists. Raises as `Http.get`."""
+    answer = http.get("/workers", RoutedWorkers, timeout_s=timeout_s)
+    return [worker.url.rstrip("/") for worker in answer.workers]
+
+
+def current_entries(
+    servers: Sequence[str], routers: Sequence[Router], key: str, engine: str
+) -> dict[str, RegistryEntry]:
+    """Address -> entry of `servers` and of the workers that `routers` list, or listed last if they do not answer, or
+    list none."""
+    for router in routers:
+        with contextlib.suppress(Unreachable, Refused):
+            router.workers = named_workers(router.http, _ASK_S) or router.workers
+    urls = [*servers, *(url for router in routers for url in router.workers)]
+    return {url: RegistryEntry(url, key, engine) for url in urls}

@@ -31,7 +31,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from dppo_megatron.rollout.servers.fleet import Fleet
-from dppo_megatron.rollout.servers.member import Endpoint
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import (
     AttemptFailed,
@@ -67,7 +67,7 @@ class NeedsWeights(Exception):
 class _Attempt:
     work: Work
     index: int
-    member: Endpoint
+    member: Member
     began_s: float
     """On the clock of the spans."""
     outages: int
@@ -137,9 +137,7 @@ class Dispatch:
     def _assign(self) -> None:
         """Send pending requests. One that finds no room blocks those behind it, at its clients or everywhere; otherwise
         smaller ones would keep overtaking a large group."""
-        routers = [router for router in self._fleet.routers if router.state == "live"]
-        known: dict[tuple[bool, ...], list[tuple[int, Endpoint]]] = {}
-        """Which routers pass a group on -> (client, endpoint) of each target: computed once for all such groups."""
+        targets = [(self._clients.client_of(one.name), one) for one in self._fleet.live]
         mostly_live = self._mostly_live_clients()
         full: set[int] = set()  # clients without room for a group whose parts must stay with them
         for work in self._open:
@@ -150,11 +148,6 @@ class Dispatch:
                 if near and full.issuperset(near):
                     waiting.append(work.pending.popleft())
                     continue
-                passed_on = tuple(router.server.dialect.carries(group) for router in routers)
-                if passed_on not in known:
-                    found = self._fleet.targets_for(group)
-                    known[passed_on] = [(self._clients.client_of(one.name), one) for one in found]
-                targets = known[passed_on]
                 close = [(client, one) for client, one in targets if client in near and one.is_ready]
                 free = [one for client, one in close or targets if client not in full and self._has_room(one, group)]
                 if free:
@@ -176,12 +169,12 @@ class Dispatch:
         live_of = Counter(self._clients.client_of(one.name) for one in self._fleet.live)
         return {client for client, live in live_of.items() if 2 * live >= all_of[client]}
 
-    def _ask(self, member: Endpoint, work: Work, index: int) -> None:
+    def _ask(self, member: Member, work: Work, index: int) -> None:
         ticket = next(self._fleet.tickets)
         group, now = work.groups[index], self._clock()
         left_s = work.first_asked.setdefault(index, now) + self._limits.request_timeout_s - now
         with self._fleet.lock:
-            member.began(group.cost, group.count, group.sockets)
+            member.took(group)
         version = self._fleet.expected
         self._attempts[ticket] = _Attempt(work, index, member, self._fleet.spans.clock(), member.outages, version)
         whole, first = work.part_of(index)
@@ -197,7 +190,7 @@ class Dispatch:
                 self._clients.keep(member.name, (work.number, *one), sampled)
         self._clients.ask(Submit(ticket, whole, member.name, group, work.expected, limit_s, prompt, work.number, first))
 
-    def _has_room(self, member: Endpoint, group: GenerateRequest) -> bool:
+    def _has_room(self, member: Member, group: GenerateRequest) -> bool:
         """A group that is larger than the whole limit is sent to an idle server: it would fit nowhere else either."""
         room = self._limits.max_concurrent_sequences * member.width - member.completions
         fits = group.count <= room or member.groups == 0
@@ -206,13 +199,12 @@ class Dispatch:
 
     def _forget(self, ticket: int) -> _Attempt:
         attempt = self._attempts.pop(ticket)
-        group = attempt.work.groups[attempt.index]
         self._count_near(attempt.work, attempt.index, attempt.member, -1)
         with self._fleet.lock:
-            attempt.member.ended(group.cost, group.count, group.sockets)
+            attempt.member.took(attempt.work.groups[attempt.index], sign=-1)
         return attempt
 
-    def _count_near(self, work: Work, index: int, member: Endpoint, sign: int) -> None:
+    def _count_near(self, work: Work, index: int, member: Member, sign: int) -> None:
         """Count the completions of request `index` as held by the member's client; `sign` -1: no longer."""
         if work.may_split:
             near = work.near.setdefault(work.part_of(index)[0], Counter())
@@ -353,7 +345,7 @@ class Dispatch:
 
     def _requeue_lost(self) -> None:
         """Retry attempts whose server has been marked out since, by a probe, another answer or a sync."""
-        outages = sum(member.outages for member in self._fleet.endpoints)
+        outages = sum(member.outages for member in self._fleet.members)
         if outages == self._outages:
             return
         self._outages = outages

@@ -23,10 +23,9 @@ from threading import Condition
 from dppo_megatron.config.rollout import RolloutConfig
 from dppo_megatron.rollout.servers.health_file import HealthFile
 from dppo_megatron.rollout.servers.http import NotProven
-from dppo_megatron.rollout.servers.member import Endpoint, Member
+from dppo_megatron.rollout.servers.member import Member
 from dppo_megatron.rollout.servers.protocol import Server
-from dppo_megatron.rollout.servers.router import Router, RouterServer
-from dppo_megatron.rollout.servers.wire import GenerateRequest, RolloutClients
+from dppo_megatron.rollout.servers.wire import RolloutClients
 from dppo_megatron.spans import recorder
 from dppo_megatron.texts import log
 from dppo_megatron.types import UserError
@@ -53,7 +52,6 @@ class Fleet:
         are_own: this job has started the servers.
         clock: monotonic seconds.
         threads: where probes wait for answers.
-        routers: in front of some of the servers, whose requests go through them.
         update_membership: adds and removes servers; called when a server that is back could be used at once.
         inspect: called in a probe's thread for a server that was out and that this job has not started, since another
             server may have its address by now. Raises UserError if this run cannot use it.
@@ -68,14 +66,12 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
         health_file: HealthFile | None = None,
-        routers: Sequence[RouterServer] = (),
         update_membership: Callable[[Fleet], None] = lambda fleet: None,
         inspect: Callable[[Member], None] = lambda member: None,
     ) -> None:
         self.lock = Condition()
         """Held to change a member; never during a call to a server."""
         self.members = [Member(server, self.lock, clock, are_own) for server in servers]
-        self.routers = [Router(router, self.lock, self.members, clock) for router in routers]
         self.clients = clients
         self.spans = recorder()  # for the rollout thread, whose own context has no recorder
         self._update_membership, self._inspect = update_membership, inspect
@@ -83,7 +79,7 @@ class Fleet:
         self._threads = threads or ThreadPoolExecutor(max_workers=max(32, len(servers)), thread_name_prefix="probe")
         self.expected = ""
         """The weights version that a live server has."""
-        self._probes: dict[str, _Probe] = {endpoint.name: _Probe() for endpoint in self.endpoints}
+        self._probes: dict[str, _Probe] = {member.name: _Probe() for member in self.members}
         self._syncing = frozenset[str]()
         self.tickets = count(1)
 
@@ -92,31 +88,20 @@ class Fleet:
         return [member for member in self.members if member.state == "live"]
 
     @property
-    def endpoints(self) -> list[Endpoint]:
-        return [*self.members, *self.routers]
-
-    def targets_for(self, group: GenerateRequest) -> list[Endpoint]:
-        """Where `group` may be sent: live routers that pass all of it on, and live servers behind none of them."""
-        routers = [r for r in self.routers if r.state == "live" and r.server.dialect.carries(group)]
-        behind = {name for router in routers for name in router.server.named}
-        return [*routers, *(member for member in self.live if member.name not in behind)]
-
-    @property
     def reach(self) -> int:
-        """Most live servers of one client or behind one router: the number of parts that a group may have."""
+        """Most live servers of one client: the number of parts that a group may have."""
         per_client = Counter(self.clients.client_of(member.name) for member in self.live)
-        behind = [len(router.server.named) for router in self.routers if router.state == "live"]
-        return max([1, *per_client.values(), *behind])
+        return max(per_client.values(), default=1)
 
     def health(self) -> dict[str, str]:
         """Address -> live, or the state and its reason."""
-        return {endpoint.name: endpoint.condition for endpoint in self.endpoints}
+        return {member.name: member.condition for member in self.members}
 
     def expect(self, version: str) -> None:
         with self.lock:
             self.expected = version
-            for endpoint in self.endpoints:
-                endpoint.set_target(version)
+            for member in self.members:
+                member.set_target(version)
 
     @contextmanager
     def taking_weights(self, members: Iterable[Member]) -> Iterator[None]:
@@ -127,7 +112,7 @@ class Fleet:
         finally:
             self._syncing = frozenset()
 
-    def mark_out(self, member: Endpoint, reason: str) -> None:
+    def mark_out(self, member: Member, reason: str) -> None:
         """Send it no more requests, and close its connections; what was in flight there is retried elsewhere."""
         with self.lock:
             is_new = member.failed(reason)
@@ -139,9 +124,9 @@ class Fleet:
         """Have `update_membership` add servers; then probe all that are out. Those that answer become stale."""
         self._update_membership(self)
         self._write_health()  # a sync that waits for servers has no rounds of probes
-        self._probe_out([one for one in self.endpoints if one.state == "out" and one.may_be_asked])
+        self._probe_out([one for one in self.members if one.state == "out" and one.may_be_asked])
 
-    def _probe_out(self, out: Sequence[Endpoint]) -> None:
+    def _probe_out(self, out: Sequence[Member]) -> None:
         timeout_s = min(_REVIVE_S, self.limits.probe_timeout_s)
         probes = [(member, self._threads.submit(self._probe, member, timeout_s)) for member in out]
         for member, answer in probes:
@@ -191,8 +176,8 @@ class Fleet:
                     member.restarted()
 
     def close(self) -> None:
-        for endpoint in self.endpoints:
-            endpoint.server.http.close()
+        for member in self.members:
+            member.server.http.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def probe_all(self) -> None:
@@ -202,7 +187,7 @@ class Fleet:
         loads weights from disk (0.5.23). Marked out, it would lose that sync and its requests in flight.
         """
         now = self.clock()
-        for member in self.endpoints:
+        for member in self.members:
             probe = self._probes[member.name]
             if probe.answer is not None and probe.answer.done():
                 error, probe.answer = probe.answer.exception(), None
@@ -217,30 +202,29 @@ class Fleet:
 
     def _write_health(self) -> None:
         if self._health_file is not None:
-            self._health_file.write(self.endpoints)
+            self._health_file.write(self.members)
 
-    def _probe(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def _probe(self, member: Member, timeout_s: float) -> None:
         """Raises Unreachable or Refused, or UserError for a server that is back but cannot be used by this run."""
-        endpoint.server.healthy(timeout_s=timeout_s)
-        if isinstance(endpoint, Member) and endpoint.state == "out" and not endpoint.is_own:
-            self._inspect(endpoint)
+        member.server.healthy(timeout_s=timeout_s)
+        if member.state == "out" and not member.is_own:
+            self._inspect(member)
 
-    def _apply_probe(self, endpoint: Endpoint, error: BaseException | None) -> None:
-        if endpoint.state != "out":
+    def _apply_probe(self, member: Member, error: BaseException | None) -> None:
+        if member.state != "out":
             if error is not None:
-                self.mark_out(endpoint, f"no answer to its health probe: {error}")
+                self.mark_out(member, f"no answer to its health probe: {error}")
         elif error is None:
-            self._mark_back(endpoint)
+            self._mark_back(member)
         elif isinstance(error, (UserError, NotProven)):
-            if endpoint.reason != str(error):
-                log(f"rollout: {endpoint.name} answers again and is not used: {error}")
+            if member.reason != str(error):
+                log(f"rollout: {member.name} answers again and is not used: {error}")
             with self.lock:
-                endpoint.reject(str(error))
+                member.reject(str(error))
 
-    def _mark_back(self, member: Endpoint) -> None:
+    def _mark_back(self, member: Member) -> None:
         with self.lock:
             member.answered()
         # discard the answer of a probe begun while the server hung: it may fail only now, and mark it out again
         self._probes[member.name].answer = None
-        waits_for = "after a weight sync" if isinstance(member, Member) else "when all of its workers do"
-        log(f"rollout: {member.name} answers again; it gets requests {waits_for}")
+        log(f"rollout: {member.name} answers again; it gets requests after a weight sync")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dppo_megatron.files import open_to_read, write_text
 
 if TYPE_CHECKING:  # readers of the file start without torch, which member.py imports
-    from dppo_megatron.rollout.servers.member import Endpoint
+    from dppo_megatron.rollout.servers.member import Member
 
 HEALTH = "servers.json"
 _EVERY_S = 5.0
@@ -27,7 +27,7 @@ _EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerHealth:
-    """One server, or a router in front of some."""
+    """One server."""
 
     url: str
     state: str
@@ -49,7 +49,7 @@ class HealthFile:
         self._lock = threading.Lock()
         """Rollouts and a weight sync may go on at the same time, and both threads would write the same new file."""
 
-    def write(self, members: Sequence[Endpoint]) -> None:
+    def write(self, members: Sequence[Member]) -> None:
         """Write if a state has changed, or `_EVERY_S` after the last time."""
         with self._lock, suppress(OSError):
             now, states = time.monotonic(), [member.condition for member in members]

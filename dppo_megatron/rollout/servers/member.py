@@ -26,7 +26,8 @@ from collections.abc import Callable
 from threading import Condition
 from typing import Literal
 
-from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Generator, Server
+from dppo_megatron.rollout.servers.protocol import DEVICE_MEMORY, DeviceMemory, Server
+from dppo_megatron.rollout.servers.wire import GenerateRequest
 
 State = Literal["out", "stale", "live"]
 _FREE_FAILURES = 3
@@ -39,20 +40,34 @@ HUNG_S = 60.0
 """vLLM's front end may outlive its engines: for 300 s it answered "EngineCore encountered an issue" and did not end."""
 
 
-class Endpoint:
-    """A target of completion requests and its state in the fleet: a server, or a router (`router.py`). `lock`: the
-    fleet's, re-entrant; must be held to change the state. `clock`: monotonic seconds."""
+class Member:
+    """One server and its state in the fleet.
 
-    server: Generator
+    Args:
+        lock: the fleet's, re-entrant; must be held to change the state.
+        clock: monotonic seconds.
+        is_own: this job has started it.
 
-    def __init__(self, server: Generator, lock: Condition, clock: Callable[[], float]) -> None:
-        self.server = server
+    Example:
+        member = Member(server, lock)     # stale: it answers, but has no weights of this run
+        member.set_target("1"); member.synced("1")     # live
+        member.failed("no answer to its health probe")     # out; its requests go elsewhere
+        member.answered()     # stale: it may hold version 1, or nothing
+        member.synced("1")     # live again, after a complete sync
+    """
+
+    def __init__(
+        self, server: Server, lock: Condition, clock: Callable[[], float] = time.monotonic, is_own: bool = False
+    ) -> None:
+        self.server, self.is_own = server, is_own
         self._lock, self._clock = lock, clock
-        self._state: State = "stale"
-        self._reason = "not synced yet"
+        self.state: State = "stale"
+        """live: has the current weights. stale: answers, needs a sync. out: does not answer, or failed."""
+        self.reason = "not synced yet"
+        """Why it is not live; empty if it is."""
         self.target_version = ""
         """The version that makes it live."""
-        self._outages = 0
+        self.outages = 0
         self.failures = 0
         """Outages in a row, without one good answer between them."""
         self.delivered_s = -float("inf")
@@ -69,6 +84,8 @@ class Endpoint:
         self._times_busy = 0
         self.has_left = False
         """Its owner has withdrawn it: it is not counted among the usable servers."""
+        self.must_restart = False
+        """It answers calls of a sync with what is no answer to them, which only a new process ends: see `dppo_do`."""
 
     @property
     def name(self) -> str:
@@ -76,22 +93,12 @@ class Endpoint:
 
     @property
     def width(self) -> int:
-        """Number of engines behind it: a router's servers, or a server's data-parallel replicas."""
-        return 1
+        """Its data-parallel replicas."""
+        return self.server.replicas
 
-    @property
-    def state(self) -> State:
-        """live: has the current weights. stale: answers, needs a sync. out: does not answer, or failed."""
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        """Why it is not live; empty if it is."""
-        return self._reason
-
-    @property
-    def outages(self) -> int:
-        return self._outages
+    def part(self, replica: int) -> str:
+        """Name of one of its replicas, in messages and canary answers."""
+        return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
 
     @property
     def condition(self) -> str:
@@ -103,11 +110,11 @@ class Endpoint:
     def failed(self, reason: str) -> bool:
         """Mark it out: it broke a connection, answered badly or not at all. Returns whether it was not out before."""
         self._owned()
-        was_in = self._state != "out"
-        self._state, self._reason = "out", reason
+        was_in = self.state != "out"
+        self.state, self.reason = "out", reason
         if was_in:
             self._out_since = self._clock()
-            self._outages += 1
+            self.outages += 1
             self.failures += 1
             self.has_leftovers = True
             wait_s = min(_MAX_RETRY_S, 2.0 ** (self.failures - _FREE_FAILURES - 1))
@@ -117,29 +124,29 @@ class Endpoint:
     def reject(self, reason: str) -> None:
         """It answers, but this run cannot use it. It is probed again after `_MISFIT_S`, as its owner may fix it."""
         self._owned()
-        self._reason, self._probe_again_at = reason, self._clock() + _MISFIT_S
+        self.reason, self._probe_again_at = reason, self._clock() + _MISFIT_S
 
     def answered(self) -> None:
         """It answers, with whatever weights."""
         self._owned()
         self.is_starting = False
-        if self._state == "out" and not self.has_left:  # one that has left may still answer an earlier probe
-            self._state, self._reason = "stale", "back, needs a weight sync"
+        if self.state == "out" and not self.has_left:  # one that has left may still answer an earlier probe
+            self.state, self.reason = "stale", "back, needs a weight sync"
 
     def set_target(self, version: str) -> None:
         """From now on it is live only with the weights `version`."""
         self._owned()
         self.target_version = version
-        if self._state == "live":
-            self._state, self._reason = "stale", f"needs weight sync {version}"
+        if self.state == "live":
+            self.state, self.reason = "stale", f"needs weight sync {version}"
 
     def synced(self, version: str) -> bool:
         """It has all weights of `version` and generates. Returns whether it is live now: not if it has failed in the
         meantime, or if a newer version is expected by now."""
         self._owned()
-        if self._state == "stale" and version == self.target_version:
-            self._state, self._reason, self.has_leftovers = "live", "", False
-        return self._state == "live" and version == self.target_version
+        if self.state == "stale" and version == self.target_version:
+            self.state, self.reason, self.has_leftovers = "live", "", False
+        return self.state == "live" and version == self.target_version
 
     def delivered(self) -> None:
         """It gave a good answer, which resets its counts of failures and refusals."""
@@ -154,19 +161,13 @@ class Endpoint:
 
     # -------------------------------------------------------------------------------------------- its requests
 
-    def began(self, tokens: int, completions: int, sockets: int = 1) -> None:
+    def took(self, group: GenerateRequest, sign: int = 1) -> None:
+        """Count `group` as in flight there; `sign` -1: no longer."""
         self._owned()
-        self.outstanding_tokens += tokens
-        self.groups += 1
-        self.completions += completions
-        self.sockets += sockets
-
-    def ended(self, tokens: int, completions: int, sockets: int = 1) -> None:
-        self._owned()
-        self.outstanding_tokens -= tokens
-        self.groups -= 1
-        self.completions -= completions
-        self.sockets -= sockets
+        self.outstanding_tokens += sign * group.cost
+        self.groups += sign
+        self.completions += sign * group.count
+        self.sockets += sign * group.sockets
 
     def back_off(self, wanted_s: float | None) -> None:
         """It is busy (HTTP 408, 429, 503): send no requests for `wanted_s` (its Retry-After), or, if it names none, for
@@ -181,52 +182,18 @@ class Endpoint:
         """Live, awake, and not backing off (see `back_off`)."""
         return self.state == "live" and not self.asleep and self._clock() >= self._free_at
 
-    def _owned(self) -> None:
-        """Raises RuntimeError unless this thread holds the fleet's lock, which `notify` checks."""
-        self._lock.notify(0)
-
-
-class Member(Endpoint):
-    """One server. `is_own`: this job has started it.
-
-    Example:
-        member = Member(server, lock)     # stale: it answers, but has no weights of this run
-        member.set_target("1"); member.synced("1")     # live
-        member.failed("no answer to its health probe")     # out; its requests go elsewhere
-        member.answered()     # stale: it may hold version 1, or nothing
-        member.synced("1")     # live again, after a complete sync
-    """
-
-    server: Server
-
-    def __init__(
-        self, server: Server, lock: Condition, clock: Callable[[], float] = time.monotonic, is_own: bool = False
-    ) -> None:
-        super().__init__(server, lock, clock)
-        self.is_own = is_own
-        self.must_restart = False
-        """It answers calls of a sync with what is no answer to them, which only a new process ends: see `dppo_do`."""
-
-    @property
-    def width(self) -> int:
-        return self.server.replicas
-
-    def part(self, replica: int) -> str:
-        """Name of one of its replicas, in messages and canary answers."""
-        return self.name if self.width == 1 else f"{self.name} (replica {replica} of {self.width})"
-
     def hangs(self, start_timeout_s: float) -> bool:
         """Whether this job's own server must restart, or has been out for longer than HUNG_S, or `start_timeout_s`
         after a restart. It may not have been probed in that time: see `Fleet.hanging`."""
         limit_s = start_timeout_s if self.is_starting else HUNG_S
-        is_late = self._state == "out" and self._clock() - self._out_since > limit_s
+        is_late = self.state == "out" and self._clock() - self._out_since > limit_s
         return self.is_own and (self.must_restart or is_late)
 
     def restarted(self) -> None:
         """It has a new process: without weights or requests, and with all of its memory. It is out until it answers."""
         self._owned()
-        self._outages += self._state != "out"  # the process had ended before anybody noticed
-        self._state, self._reason, self._out_since = "out", "its process was restarted", self._clock()
+        self.outages += self.state != "out"  # the process had ended before anybody noticed
+        self.state, self.reason, self._out_since = "out", "its process was restarted", self._clock()
         self._probe_again_at = -float("inf")
         self.asleep, self.has_leftovers, self.is_starting = frozenset(), False, True
         self.must_restart = False
@@ -237,8 +204,8 @@ class Member(Endpoint):
         is_new = not self.has_left
         self.has_left = True
         if is_new:
-            self._outages += self._state != "out"
-            self._state, self._reason, self.has_leftovers = "out", reason, True
+            self.outages += self.state != "out"
+            self.state, self.reason, self.has_leftovers = "out", reason, True
         return is_new
 
     def may_return(self) -> None:
@@ -262,3 +229,7 @@ class Member(Endpoint):
     def woke(self, what: DeviceMemory) -> None:
         self._owned()
         self.asleep -= {what}
+
+    def _owned(self) -> None:
+        """Raises RuntimeError unless this thread holds the fleet's lock, which `notify` checks."""
+        self._lock.notify(0)

@@ -118,22 +118,10 @@ class GroupRendezvous:
     """Sent to servers in the request to join. Members prove to each other that they know it, if both run our code."""
 
 
-class Generator(Protocol):
-    """Answers requests for completions: a server, or a router in front of several."""
-
-    http: Http
-
-    @property
-    def dialect(self) -> AnyDialect:
-        """Translates requests and answers; does not change after `describe`."""
-
-    def healthy(self, *, timeout_s: float) -> None:
-        """Raise Unreachable or Refused (see `http.py`) unless it answers and could generate."""
-
-
-class Server(Generator, Protocol):
+class Server(Protocol):
     """One server. Every method raises as `healthy` does, and acts on every replica."""
 
+    http: Http
     engine: ClassVar[str]
     runs_our_receiver: ClassVar[bool]
     """Its workers receive broadcasts through `in_engine/dppo_wire.py`, otherwise through torch's process groups."""
@@ -141,6 +129,13 @@ class Server(Generator, Protocol):
     """Data-parallel engines behind its address, each with its own cache. Known, as `world_size`, after `describe`."""
     world_size: int
     """Workers of all its replicas: those that take part in a broadcast."""
+
+    @property
+    def dialect(self) -> AnyDialect:
+        """Translates requests and answers; does not change after `describe`."""
+
+    def healthy(self, *, timeout_s: float) -> None:
+        """Raise Unreachable or Refused (see `http.py`) unless it answers and could generate."""
 
     def describe(self, *, timeout_s: float) -> ServerInfo:
         """Its version, model and settings. Raises UserError if it is too old."""

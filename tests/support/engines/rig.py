@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dppo_megatron.rollout.client.detokenizer import Detokenizer
-from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress
+from dppo_megatron.rollout.client.messages import Arrived, HookFactory, ServerAddress, TakeShare
 from dppo_megatron.rollout.client.process import Setup
 from dppo_megatron.rollout.client.remote import Clients, NodeClient, take
 from dppo_megatron.rollout.servers.dialects import SGLangDialect, VLLMDialect
@@ -17,7 +17,6 @@ from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.fleet import Fleet
 from dppo_megatron.rollout.servers.http import Http, Peer
 from dppo_megatron.rollout.servers.rollout_work import Work
-from dppo_megatron.rollout.servers.router import RouterServer
 from dppo_megatron.rollout.servers.sglang import SGLangServer
 from dppo_megatron.rollout.servers.vllm import VLLMServer
 from dppo_megatron.rollout.servers.wire import Expected, GenerateRequest
@@ -44,16 +43,11 @@ class Rig:
         addresses: Sequence[tuple[str, str]],
         hook: HookFactory | None = None,
         detokenizer: Detokenizer | None = None,
-        routers: Sequence[RouterServer] = (),
     ) -> None:
-        self.routers = routers
         self.engines = [engine for engine, _ in addresses]
         self.urls = [url for _, url in addresses]
         dialects = {"vllm": VLLMDialect(), "sglang": SGLangDialect(VOCABULARY, seeded=True)}
         known = [ServerAddress(Peer(url), dialects[engine]) for engine, url in addresses]
-        known += [
-            ServerAddress(Peer(router.http.url), router.dialect, tuple(map(Peer, router.named))) for router in routers
-        ]
         self.known = known
         self.clients = Clients(["127.0.0.1"], known, [0] * len(known))
         meeting = self.clients.rendezvous
@@ -69,13 +63,13 @@ class Rig:
         """A fleet of some of the servers, all live with version 1."""
         servers = [server_of(self.engines[place], self.urls[place]) for place in places]
         values = {f"limits.{name}": value for name, value in limits.items()}
-        fleet = Fleet(servers, rollout_config(values), self.clients, routers=self.routers)
+        fleet = Fleet(servers, rollout_config(values), self.clients)
         sync(fleet)
         return fleet
 
     def take(self) -> list[Arrived]:
         """All that is held."""
-        return list(take(self.path, self.secret, 0, 1))
+        return list(take(self.path, self.secret, TakeShare(0, 1)))
 
 
 def sync(fleet: Fleet) -> None:
