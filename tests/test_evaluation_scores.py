@@ -24,7 +24,7 @@ from dppo_megatron.evaluation.eval_scores import (
     score,
     students_t,
 )
-from dppo_megatron.evaluation.standalone import table
+from dppo_megatron.evaluation.standalone import by_level, level_lines, table
 from dppo_megatron.types import Prompt
 
 samples_of_a_problem = st.lists(
@@ -219,6 +219,26 @@ def test_all_sets_weigh_the_same() -> None:
     variances = [np.var(b - a, ddof=1) / len(a) for a, b in sets.values()]
     assert rows[2].low is not None and rows[2].high is not None
     assert rows[2].high - rows[2].low == pytest.approx(2 * 1.96 * math.sqrt(sum(variances)) / 2, rel=0.08)
+
+
+def _sample(of: str, problem: int, correct: bool, level: float | None) -> EvalSample:
+    given = (0, "p", "r", "t", 5, "stop", float(correct), correct, None, None, False)
+    return EvalSample(of, str(problem), problem, *given, level=level)
+
+
+def test_levels_are_means_over_their_problems() -> None:
+    """In rising order; a set of one level, of none, or of a measure has none."""
+    samples = [_sample("math", i, i % 3 == 0, [10.0, 2.0, 2.0][i % 3]) for i in range(9)]
+    samples += [_sample("rating", i, True, [20240101, 20240102.0][i % 2]) for i in range(4)]
+    samples += [_sample("one", i, True, 1) for i in range(3)]
+    samples += [_sample("none", i, True, None) for i in range(3)]
+    samples += [_sample("measure", i, True, i / 100) for i in range(100)]
+    found = by_level(samples)
+    assert {name: {level: (of.value, of.problems) for level, of in each.items()} for name, each in found.items()} == {
+        "math": {"2": (0.0, 6), "10": (1.0, 3)},
+        "rating": {"20240101": (1.0, 2), "20240102": (1.0, 2)},
+    }
+    assert level_lines(found)[:1] == ["math by level: 2 0.0 % ± 0.0 (6), 10 100.0 % ± 0.0 (3)"]
 
 
 def test_the_interval_over_seeds_has_the_noise_of_problems_and_of_runs() -> None:

@@ -49,6 +49,8 @@ from dppo_megatron.texts import aligned, show
 from dppo_megatron.types import Prompt, UserError
 
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--mem-fraction-static"}
+_MOST_LEVELS = 20
+"""A column with more distinct values is a measurement, not a level."""
 
 
 def evaluate_model(arguments: EvalArguments) -> list[str]:
@@ -59,7 +61,7 @@ def evaluate_model(arguments: EvalArguments) -> list[str]:
     check_out(out, RESULTS)
     with closing(EngineAndGraders(config, out, notes)) as shared:
         samples = evaluate(shared, shared.job, out)
-    return [*table(scores_of(samples)), "", f"{out}/: {RESULTS}, {SAMPLES}"]
+    return [*table(scores_of(samples)), *level_lines(by_level(samples)), "", f"{out}/: {RESULTS}, {SAMPLES}"]
 
 
 def check_alone() -> None:
@@ -285,6 +287,9 @@ def write_results(
         "reward": asdict(config.reward),
         "sets": settings,
         "scores": {one.name: one.as_json() for one in scores},
+        "levels": {
+            name: {level: asdict(one) for level, one in each.items()} for name, each in by_level(samples).items()
+        },
         "mean_over_sets": {"pass@1": average.value, "pass@1_se": average.se},
         "metrics": {key: value for one in scores for key, value in one.metrics().items()},
         "versions": {"dppo-megatron": __version__} | {name: version(name) for name in packages},
@@ -308,6 +313,31 @@ def _grader_sources(config: Config) -> dict[str, str]:
             code = sorted(Path(dppo_megatron.rewards.__file__).parent.rglob("*.py"))
             digests[function] = sha256(b"\0".join(path.read_bytes() for path in code)).hexdigest()
     return digests
+
+
+def by_level(samples: Sequence[EvalSample]) -> dict[str, dict[str, Estimate]]:
+    """Set -> level -> pass@1, levels in ascending order; only of sets whose rows have between two and 20 levels.
+
+    Example:
+        {"math500": {"1": Estimate(0.9, 0.04, 43), "2": Estimate(0.7, 0.05, 90)}}
+    """
+    members: dict[str, dict[float, list[EvalSample]]] = {}
+    for sample in samples:
+        if sample.level is not None:
+            members.setdefault(sample.set, {}).setdefault(sample.level, []).append(sample)
+    return {
+        name: {f"{level:.15g}": scores_of(members)[0].avg for level, members in sorted(levels.items())}
+        for name, levels in members.items()
+        if 1 < len(levels) <= _MOST_LEVELS
+    }
+
+
+def level_lines(levels: Mapping[str, Mapping[str, Estimate]]) -> list[str]:
+    """One line per set: `math500 by level: 1 90.0 % ± 4.0 (43), 2 70.0 % ± 5.0 (90)`."""
+    return [
+        f"{name} by level: " + ", ".join(f"{level} {percent(one)} ({one.problems})" for level, one in each.items())
+        for name, each in levels.items()
+    ]
 
 
 def _engine(job: Job) -> Engine:
