@@ -28,7 +28,7 @@ from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
-from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, fitted, with_moments
+from dppo_megatron.actor.optimizer import build_optimizer, build_schedule, fitted, with_moments
 from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule import run_schedule
 from dppo_megatron.actor.softmax import Projection
@@ -308,10 +308,7 @@ class Actor:
             lost = [name for name in missing if not name.endswith("_extra_state")]
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
-        settings = [{key: group[key] for key in GROUP_SETTINGS} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(fitted(state["optimizer"], self._optimizer))
-        for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(configured)
         before = self._learning_rate()
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})

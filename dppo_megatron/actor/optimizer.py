@@ -25,10 +25,6 @@ from torch import Tensor
 from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
 
-GROUP_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
-"""Keys of a parameter group that come from the config. Loading replaces the groups by the checkpoint's, and Megatron's
-schedule prefers a group's learning rates to its own, so a run resumed with other settings would keep the old ones."""
-
 
 def build_optimizer(
     config: OptimizerConfig, model: list[DistributedDataParallel], dtype: torch.dtype
@@ -118,52 +114,6 @@ def repair(optimizer: MegatronOptimizer) -> None:
                 adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
 
 
-def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's part of a checkpoint, divided into as many parts as `optimizer` has optimizers.
-
-    Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
-    numbered parts instead of one without a number. Megatron loads tensors by the parameters' names, so they are in the
-    parts of today's optimizers; settings are in the parts of the run that saved them. The group for experts and the one
-    for the rest have the same settings here.
-    """
-    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
-    tensors = [loaded] if count == 1 else numbered
-    is_distributed = all("param_state" in part for part in tensors)
-    held = [part for part in (loaded, *numbered) if ("optimizer" in part if is_distributed else _has_settings(part))]
-    if len(held) in (0, count):  # no change
-        return loaded
-    settings = [part.get("optimizer", part) for part in held]
-    saved = [group for part in settings for group in part["param_groups"]]
-    groups = [group | {"is_expert_parallel": is_expert} for is_expert in (False, True) for group in saved]
-    if is_distributed:
-        common = held[0] | {"optimizer": settings[0] | {"param_groups": groups}}
-        parts = [common | {"param_state": part["param_state"]} for part in tensors]
-    else:
-        # FusedAdam's part without tensors has no "state": its step count is in the groups
-        parts = [_with_settings(part, groups, settings[0].get("state", {})) for part in tensors]
-    return parts[0] if count == 1 else dict(enumerate(parts))
-
-
-def _has_settings(part: dict[Any, Any]) -> bool:
-    """Whether a part without the distributed optimizer was saved with this number; else it has only tensors."""
-    return any("lr" in group for group in part.get("optimizer", part).get("param_groups", ()))
-
-
-def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A part without the distributed optimizer, in bfloat16 with an inner "optimizer". Megatron finds a group's
-    settings by the group's kind, but its parameters by its place in the list."""
-    inner = part.get("optimizer", part)
-    params = [group["params"] for group in inner["param_groups"]]
-    step = {key: value for key, value in saved.items() if key == "common_step"}
-    params += [[]] * (len(groups) - len(params))
-    filled: dict[Any, Any] = {
-        "state": inner["state"] | step,
-        "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
-    }
-    return part | {"optimizer": inner | filled} if "optimizer" in part else filled
-
-
 @contextmanager
 def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
     """In the block, an Adam that has made no step has the moments that a load asks a checkpoint for. The distributed
@@ -180,30 +130,38 @@ def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 def fitted(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's part of a checkpoint, changed in place to what `optimizer` reads: see `_regrouped`; and the Adam
-    of this machine may be another. Megatron uses FusedAdam where Transformer Engine or Apex is installed.
+    """The optimizer's part of a checkpoint as `optimizer` reads it: the checkpoint's tensors, step count and learning
+    rate under the settings of `optimizer`, which are the config's.
 
-    FusedAdam takes the step from each group, as an int, and has a setting that torch's Adam lacks. torch's takes the
-    step from each parameter; Megatron saves that as `common_step`, or with the distributed optimizer in each group.
+    The checkpoint may be of another Adam: Megatron uses FusedAdam where Transformer Engine or Apex is installed, which
+    takes the step from each group, as an int. torch's takes it from each parameter; Megatron saves that as
+    `common_step`, or with the distributed optimizer in each group. Or of another number of optimizers: where experts
+    are split over ranks (expert_parallel above 1) Megatron gives them one of their own: two numbered parts instead of
+    one without a number. Megatron loads tensors by the parameters' names, so they are in the parts of today's
+    optimizers; step and rate are in the parts of the run that saved them.
     """
-    loaded = _regrouped(loaded, optimizer)
     owners = getattr(optimizer, "chained_optimizers", [optimizer])
-    parts = [loaded] if len(owners) == 1 else [loaded[number] for number in sorted(loaded)]
-    for inner, part in zip((owner.optimizer for owner in owners), parts, strict=True):
-        if hasattr(inner, "sub_optimizers"):  # `cpu_offload`: torch's Adam on every machine
-            continue
-        held = part.get("optimizer", part)
-        state, groups, settings = held.get("state"), held["param_groups"], dict(inner.defaults)
-        step = max(int(group.pop("step", None) or 0) for group in groups)
-        if state is not None:
-            step = int(state.pop("common_step", step))
-        if state is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            state["common_step"] = torch.tensor(float(step))
+    numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
+    saved = [part.get("optimizer", part) for part in (loaded, *numbered)]
+    groups = [group for inner in saved for group in inner.get("param_groups", ())]
+    steps = [group.get("step") for group in groups]
+    steps += [inner.get("state", {}).pop("common_step", None) for inner in saved]
+    step = max(int(step or 0) for step in steps)
+    rate = max(group["lr"] for group in groups if "lr" in group)
+    parts = [loaded] if len(owners) == 1 else numbered
+    for owner, part in zip(owners, parts, strict=True):
+        own = owner.state_dict()
+        settings = [group | {"lr": rate} for group in own.get("optimizer", own)["param_groups"]]
+        is_torchs = isinstance(owner.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if is_torchs and not isinstance(owner, DistributedOptimizer):
+            part.get("optimizer", part)["state"]["common_step"] = torch.tensor(float(step))
         else:
-            settings["step"] = step
-        for group in groups:
-            group |= {name: value for name, value in settings.items() if name not in group}
-    return loaded
+            settings = [group | {"step": step} for group in settings]
+        if isinstance(owner, DistributedOptimizer):
+            part |= {"optimizer": {"param_groups": settings}, "param_state_sharding_type": "fully_reshardable"}
+        else:
+            part.get("optimizer", part)["param_groups"] = settings
+    return loaded if len(owners) == 1 else dict(enumerate(parts))
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
