@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
+from dppo_megatron.config.pruning import PromptPruningConfig, check_ranges, exact_rate
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
 from dppo_megatron.pruning.interface import Policy, Selection, keep_all, scatter
 from dppo_megatron.pruning.weights import weigh_by
@@ -44,6 +44,9 @@ class PromptPolicy(Policy):
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the whole run, for annealing; a step beyond it skips nothing.
         features: what is known of each prompt before its first visit; None: nothing.
+
+    Raises:
+        UserError: settings out of range or that contradict each other; ValueError: a number of prompts below 1.
     """
 
     _level = "prompt"
@@ -61,6 +64,12 @@ class PromptPolicy(Policy):
         seed: int,
         features: PromptFeatures | None = None,
     ) -> None:
+        check_ranges(config, "pruning.prompt.")
+        self.check(config, "pruning.prompt")
+        counts = num_prompts, completions_per_prompt, prompts_per_step, total_steps + 1
+        if min(counts) < 1:
+            names = "num_prompts, completions_per_prompt, prompts_per_step and total_steps + 1"
+            raise ValueError(f"{names} are {counts}: each must be at least 1")
         self.config: PromptPruningConfig = config
         self.features = features
         self.completions_per_prompt = completions_per_prompt
