@@ -66,10 +66,11 @@ class PromptPolicy(Policy):
     ) -> None:
         check_ranges(config, "pruning.prompt.")
         self.check(config, "pruning.prompt")
-        counts = num_prompts, completions_per_prompt, prompts_per_step, total_steps + 1
-        if min(counts) < 1:
-            names = "num_prompts, completions_per_prompt, prompts_per_step and total_steps + 1"
-            raise ValueError(f"{names} are {counts}: each must be at least 1")
+        if num_prompts < 1 or completions_per_prompt < 1:
+            counts = f"num_prompts = {num_prompts}, completions_per_prompt = {completions_per_prompt}"
+            raise ValueError(f"{counts}: must be at least 1")
+        if prompts_per_step < 1 or total_steps < 0:
+            raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
         self.config: PromptPruningConfig = config
         self.features = features
         self.completions_per_prompt = completions_per_prompt

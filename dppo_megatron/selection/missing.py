@@ -61,10 +61,8 @@ class ChanceTest:
         self.gains = self.gains + np.log1p(_BETS * deviation)
         self.steps += 1
         if np.logaddexp.reduce(self.gains) >= math.log(len(_BETS) / _FALSE_ALARM):
-            self.refuted = (
-                f"what was missing in {self.steps} steps refutes it, by tokens; if it were so, this would happen in at"
-                f" most one run of {1 / _FALSE_ALARM:,.0f}"
-            )
+            often = f"which happens to what is by chance in at most one run of {1 / _FALSE_ALARM:,.0f}"
+            self.refuted = f"refuted by tokens after {self.steps} steps, {often}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +212,9 @@ def _source(
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:
     """The ledger with the label that was known before the draw, and the row as observed if that label is worse."""
-    foreseen: list[LedgerRow] = []
-    for row in ledger:
-        if row.name != NAME:
-            foreseen.append(row)
-        elif missing.foreseen:
-            foreseen.append(replace(row, label=missing.foreseen))
+    rows = (replace(row, label=missing.foreseen) if row.name == NAME else row for row in ledger)
     worse = LOSS_LABELS.index(missing.observed) > LOSS_LABELS.index(missing.foreseen)
-    return tuple(foreseen), tuple(row for row in ledger if worse and row.name == NAME)
+    return tuple(row for row in rows if row.label), tuple(row for row in ledger if worse and row.name == NAME)
 
 
 def _length_deviation(lengths: IntArray, graded: BoolArray, declared: BoolArray) -> float | None:
