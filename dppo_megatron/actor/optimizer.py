@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,36 +96,25 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Make every distributed optimizer in `optimizer` save and load as the classes below do, and every torch Adam use
-    its fused kernel; in place.
+    """Make every distributed optimizer in `optimizer` save and load as the classes below do, every torch Adam use its
+    fused kernel, and all that can be saved before the first step have moments; in place.
 
-    Megatron builds Adam without it: on CUDA, `foreach` then needs temporaries of several times the parameters' size.
-    Fused steps differ only by rounding.
+    Megatron builds Adam without the kernel: on CUDA, `foreach` then needs temporaries of several times the parameters'
+    size. Fused steps differ only by rounding. Megatron's load asks a checkpoint for moments, and for one step count.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
+        is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         if type(part) is DistributedOptimizer:
-            is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
             part.__class__ = TorchAdamDistributedOptimizer if is_torchs else LeanDistributedOptimizer
+        if inner is not None and (is_torchs or not isinstance(part, DistributedOptimizer)):  # else see `_whole`
+            part.init_state_fn(inner, part.config)
+        for state in inner.state.values() if is_torchs else ():
+            state["step"] = torch.tensor(0.0)
         for adam in getattr(inner, "sub_optimizers", [inner]):  # several if the optimizer is offloaded to the host
             if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
                 _fuse(adam)
                 adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
-
-
-@contextmanager
-def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """In the block, an Adam that has made no step has the moments that a load asks a checkpoint for. The distributed
-    optimizer needs none (`_whole`)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    fresh = [part for part in parts if not isinstance(part, DistributedOptimizer) and not part.optimizer.state]
-    for part in fresh:
-        part.init_state_fn(part.optimizer, part.config)
-    try:
-        yield
-    finally:
-        for part in fresh:  # one with moments, but without a step count, could not begin
-            part.optimizer.state.clear()
 
 
 def fitted(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
@@ -308,21 +296,8 @@ class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
     and on GPUs without Apex and Transformer Engine.
 
     Megatron's checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor
-    for each parameter, which breaks three things, in 0.16 and in 0.19: a save before the first step, a load, and bias
-    correction after a load.
+    for each parameter, which breaks a load, and bias correction after a load, in 0.16 and in 0.19.
     """
-
-    def state_dict(self) -> Any:
-        """See Megatron's. Before the first step torch's Adam has no state, and Megatron asserts that every parameter
-        has the same `step`, so we fill in the state from which the first step starts."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                state = self.optimizer.state[param]
-                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device=param.device))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    if moment not in state:
-                        state[moment] = torch.zeros_like(param)
-        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See Megatron's, which makes all parameters share one `step` tensor. Every parameter's update would increment
