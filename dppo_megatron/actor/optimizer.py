@@ -91,12 +91,14 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
     for param, state in adam.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # the fused kernel needs it on the parameter's device
-            state["step"] = state["step"].to(param.device, torch.float32)
+        if isinstance(state.get("step"), torch.Tensor):
+            # the fused kernel needs it on the parameter's device; and Megatron's load gives all parameters the same
+            # tensor, which each one's update would increment: wrong from the second on, without an error
+            state["step"] = state["step"].to(param.device, torch.float32, copy=True)
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Make every distributed optimizer in `optimizer` save and load as the classes below do, every torch Adam use its
+    """Make every distributed optimizer in `optimizer` save and load as the class below does, every torch Adam use its
     fused kernel, and all that can be saved before the first step have moments; in place.
 
     Megatron builds Adam without the kernel: on CUDA, `foreach` then needs temporaries of several times the parameters'
@@ -106,7 +108,7 @@ def repair(optimizer: MegatronOptimizer) -> None:
         inner = getattr(part, "optimizer", None)
         is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         if type(part) is DistributedOptimizer:
-            part.__class__ = TorchAdamDistributedOptimizer if is_torchs else LeanDistributedOptimizer
+            part.__class__ = LeanDistributedOptimizer
         if inner is not None and (is_torchs or not isinstance(part, DistributedOptimizer)):  # else see `_whole`
             part.init_state_fn(inner, part.config)
         for state in inner.state.values() if is_torchs else ():
@@ -201,6 +203,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         state["optimizer"]["param_groups"] = kept
         return state
 
+    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        # Megatron's assume FusedAdam, which keeps one `step` in the group. They copy every entry of Adam's state from
+        # the checkpoint and would raise KeyError for the `step` of torch's, which is not saved as a tensor (`fitted`
+        # has set it), so we give it the current value to copy.
+        group_index, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
+        steps = {"step": state["step"]} if "step" in state else {}
+        super()._set_main_param_and_optimizer_states(model_param, steps | tensors)
+
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[int, dict[str, Any]]:
@@ -289,31 +300,3 @@ def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:
     stored = replace(base, **changes)
     stored.validate_metadata_integrity()
     return stored
-
-
-class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
-    """A `LeanDistributedOptimizer` that saves and loads correctly with torch's AdamW, which Megatron uses on every CPU
-    and on GPUs without Apex and Transformer Engine.
-
-    Megatron's checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor
-    for each parameter, which breaks a load, and bias correction after a load, in 0.16 and in 0.19.
-    """
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See Megatron's, which makes all parameters share one `step` tensor. Every parameter's update would increment
-        it, so bias correction would be wrong from the second parameter on, without an error."""
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    def _set_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        # Megatron copies every entry of Adam's state from the checkpoint and would raise KeyError for `step`, which is
-        # not saved as a tensor (load_state_dict has already set it), so we give it the current value to copy.
-        group_index, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        super()._set_main_param_and_optimizer_states(model_param, tensors)
