@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.job import QUICK, job_config, read_metrics, write_warm_job_files
+from support.job import QUICK, job_config, read_metrics, write_job_files, write_warm_job_files
 from support.launch import run_ranks
 
 from dppo_megatron.algorithms.noise_scale import NoiseScale, half_of
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.run import Run
+from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.loop import is_probed
 from dppo_megatron.steps.step import Step, Update
 from dppo_megatron.train import train
@@ -82,6 +84,26 @@ def test_what_is_not_known_is_not_said() -> None:
     for _ in range(8):
         scale.add(1.0, 2.5, 64)  # the half says that all of the whole's norm is noise
     assert scale.prompts is None
+
+
+@pytest.mark.parametrize("allocation", [False, True])
+def test_it_is_in_the_setting_s_prompts_and_survives_a_resume(tmp_path: Path, allocation: bool) -> None:
+    """CPPO's allocation plans twice as many prompts as the setting says, of which each counts half."""
+    cppo = {"pruning__completion__method": "cppo", "pruning__completion__rate": 0.5, "pruning__prompt__method": "none"}
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", **cppo, pruning__completion__allocation=allocation)
+    job = prepare_job(config, 1)
+    first, resumed = (Coordinator(job, packing_layout(config.actor, 1)) for _ in range(2))
+    planned, scale = config.rollout.prompts_per_step * (1 + allocation), 50.0
+    for _ in range(5):  # |G|^2 = 1 and tr(Sigma) = scale
+        whole = 1 + scale / planned
+        first.probe(math.sqrt(whole), math.sqrt(whole + (scale + 1) / planned))
+    resumed.load_state_dict(first.state_dict())
+    for coordinator in (first, resumed):
+        step = Step(1)
+        coordinator._selector.feedback = lambda cost: []  # type: ignore[method-assign]
+        assert coordinator.learn(step) == ([], "")
+        assert step.record.metrics["batch/noise_scale_prompts"] == pytest.approx(scale / (1 + allocation))
+    job.grade.close()
 
 
 def _train(files: Path, run_dir: Path, every: int) -> list[tuple[float, float, float]]:

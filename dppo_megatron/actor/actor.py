@@ -106,7 +106,7 @@ class Actor:
         self._gather_weights()
         self._memory.onload(self._optimizer)
         self._memory.forget_optimizer()
-        self._optimizer = None  # frees its moments before the new ones are made
+        self._optimizer = self._schedule = None  # frees the moments before new ones are made
         self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
 
