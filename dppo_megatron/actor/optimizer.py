@@ -105,7 +105,7 @@ def repair(optimizer: MegatronOptimizer) -> None:
     size. Fused steps differ only by rounding. Megatron's load asks a checkpoint for moments, and for one step count.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
+        inner: Any = getattr(part, "optimizer", None)
         is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         if type(part) is DistributedOptimizer:
             part.__class__ = LeanDistributedOptimizer
