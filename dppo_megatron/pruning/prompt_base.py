@@ -177,7 +177,7 @@ class PromptPolicy(Policy):
 
     def _inactive_reason(self, step: int) -> str:
         """Why nothing is skipped in this step, for the ledger; empty if the method is active."""
-        if self.config.method == "none":
+        if "warmup_epochs" not in self.reads:  # GRESO skips only prompts whose last visit was easy or hard anyway
             return ""
         if step < self.warmup_steps:
             return f"warm-up until step {self.warmup_steps}"
