@@ -1,4 +1,4 @@
-"""The trial of a user's own policies (pruning/trial.py): within the settings of the run, and without a trace in it."""
+"""The trial of a user's own policies (pruning/trial.py): what it refuses, and that it refuses nothing else."""
 
 from __future__ import annotations
 
