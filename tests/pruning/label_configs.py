@@ -28,6 +28,7 @@ from dppo_megatron.pruning import (
     CompletionBatch,
     CustomCompletionPolicy,
     CustomPromptPolicy,
+    interface,
     prompt_baselines,
 )
 from dppo_megatron.pruning.custom import Choice
@@ -74,7 +75,7 @@ def make_config(rng: np.random.Generator) -> Config:
         level.cost_aware = one(False, False, True)
         level.max_design_effect = float(one(0, 0, 0, 0, 1.1, 1.6))
         one(0, 1)  # was a setting's that is gone: all other settings of a case stay what they were
-    if pruning.prompt.method == "label_configs:OwnEven":  # or the floor would decide
+    if pruning.prompt.method == "label_configs:OwnCoins":  # whose probabilities may not be below the floor
         pruning.prompt.min_inclusion_prob = min(pruning.prompt.min_inclusion_prob, 0.7)
     if pruning.completion.method == "label_configs:OwnHalf":
         pruning.completion.min_inclusion_prob = min(pruning.completion.min_inclusion_prob, 0.5)
@@ -199,11 +200,14 @@ class OwnProbabilities(CustomPromptPolicy):
         return 1.0 / (1.0 + self.history.arrays["visits"][prompt_index])
 
 
-class OwnEven(CustomPromptPolicy):
-    """Every second prompt less likely."""
+class OwnCoins(CustomPromptPolicy):
+    """A design of its own."""
 
     def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
-        return np.where(prompt_index % 2 == 0, 0.7, 1.0)
+        pi = np.where(prompt_index % 2 == 0, 0.7, 1.0)
+        coins = interface.uniforms(self.seed, "prompt coin", prompt_index, step, minibatch)
+        order = np.arange(len(pi))
+        return interface.draw("poisson", pi, order=order, start=0.0, uniform=coins)
 
 
 class OwnPick(CustomPromptPolicy):
@@ -228,13 +232,16 @@ class OwnShort(CustomCompletionPolicy):
 
 
 class OwnHalf(CustomCompletionPolicy):
-    """Half of those with a reward."""
+    """A design of its own, that keeps half of those with a reward."""
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
-        return np.where(np.isnan(batch.rewards), 1.0, 0.5)
+        pi = np.where(np.isnan(batch.rewards), 1.0, 0.5)
+        ids = np.stack([batch.prompt_index, batch.completion_index], axis=1)
+        coins = interface.uniforms(self.seed, "completion coin", ids, step, minibatch)
+        return interface.draw("poisson", pi, order=np.arange(len(pi)), start=0.0, uniform=coins)
 
 
-OWN_PROMPTS = ("label_configs:OwnProbabilities", "label_configs:OwnEven", "label_configs:OwnPick")
+OWN_PROMPTS = ("label_configs:OwnProbabilities", "label_configs:OwnCoins", "label_configs:OwnPick")
 OWN_COMPLETIONS = ("label_configs:OwnLengths", "label_configs:OwnShort", "label_configs:OwnHalf")
 
 
