@@ -189,7 +189,7 @@ def prepare_job(config: Config, world_size: int, *, trains: bool = True, machine
     if train_sets:
         rollout, features = config.rollout, features_of([one.columns for one in train_sets.values()])
         sizes = rollout.prompts_per_step, rollout.completions_per_prompt, rollout.sampling.max_completion_tokens
-        try_prompt_policy(config.pruning.prompt, features, *sizes)
+        try_prompt_policy(config.pruning.prompt, features, *sizes, config.objective.updates_per_step, config.steps)
     policy_loss: PolicyLoss | None = None
     if trains and config.objective.function:
         policy_loss = load_function("objective.function", config.objective.function)
@@ -292,7 +292,8 @@ def check_settings(config: Config, architecture: Architecture, world_size: int, 
     reads = selection.reads_pass_rates
     unread = check_methods(config.pruning, group_size=size, minibatch_size=minibatch, reads_pass_rates=reads)
     longest, slope = config.rollout.sampling.max_completion_tokens, zero_advantage_slope(config.objective)
-    try_policies(config.pruning, minibatch // size, size, longest, slope)
+    updates = config.objective.updates_per_step
+    try_policies(config.pruning, minibatch // size, size, longest, slope, updates, config.steps)
     check_actor(config, architecture, world_size, machine)
     architecture.check_servers(config.rollout)
     _check_positions(config, architecture)

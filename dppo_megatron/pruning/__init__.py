@@ -26,6 +26,7 @@ To use it in another trainer (`examples/pruning_library.py`):
 
 from dppo_megatron.pruning.completion_base import CompletionPolicy
 from dppo_megatron.pruning.custom import CustomCompletionPolicy, CustomPromptPolicy
+from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import CompletionBatch, LedgerRow, Selection, StepCost
 from dppo_megatron.pruning.monitors import biased_rows, step_metrics
 from dppo_megatron.pruning.policies import make_completion_policy, make_prompt_policy
@@ -37,6 +38,7 @@ __all__ = [
     "CompletionPolicy",
     "CustomCompletionPolicy",
     "CustomPromptPolicy",
+    "Draw",
     "LedgerRow",
     "PromptPolicy",
     "Selection",

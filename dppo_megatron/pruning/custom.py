@@ -1,7 +1,7 @@
 """User-defined policies: `pruning.prompt.method=my_module:MyPolicy`, and the same for completions.
 
-A policy has to define one method, `choose`. It returns probabilities (floats [n]) or a pick (booleans [n]); the type
-decides weights and label (docs/pruning.md).
+A policy has to define one method, `choose`. It returns probabilities (floats [n]), a `Draw`, or a pick (booleans [n]);
+the type decides weights and label (docs/pruning.md).
 
 Example: prompts whose last group had variance are always kept, the others with probability 1/3.
 
@@ -13,7 +13,7 @@ Example: prompts whose last group had variance are always kept, the others with 
 
 The trainer's policies (`Plugged...`) hold such an object and call it; they draw, weigh, label and save by themselves. A
 user's subclass of them could override any step between its answer and the label. The price: a plugged policy cannot
-draw by itself, supply its own weights or replace a part of a built-in method.
+supply its own weights or replace a part of a built-in method.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ from dppo_megatron.pruning.weights import label_of_settings, weigh_biased, weigh
 from dppo_megatron.randomness import generator
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label, PromptFeatures, UserError
 
-Choice = FloatArray | BoolArray
-"""Probabilities [n] or a pick [n]."""
+Choice = FloatArray | BoolArray | Draw
+"""Probabilities [n], a pick [n], or a design of n rows."""
+_LEAST_KEPT = 1e-9
+"""Smallest probability of a kept row, even one without gradient: a weight above 1e38 is infinite in float32 losses, and
+0 times infinity is NaN."""
 _ROUNDING = 1e-6
 """Allowed rounding error of probabilities, which may have been float32 or summed."""
 _PICKED = "a pick by {}: no probabilities are known, so no weight can stand in for what it leaves out"
@@ -122,7 +125,7 @@ class Plugged(Policy):
     own_class: ClassVar[type[CustomPolicy]]
     own: Any
     kind: str = ""
-    """`a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
+    """`a Draw`, `a pick` or `probabilities`: the kind of the answers so far. Prompt policies only record a pick."""
     _has_failed = False
     _last_state: dict[str, Any]
     """`own_state` after the latest feedback: what a checkpoint gets once the user's code has raised (`_has_failed`)."""
@@ -164,6 +167,23 @@ class Plugged(Policy):
         with self._calling(f"choose, given {count} rows in step {step}"):
             return _checked(self.own.choose(candidates, step=step, minibatch=minibatch), count, self.config.method)
 
+    def _check_support(self, draw: Draw, live: BoolArray) -> None:
+        """Raise `UserError` for a design that contradicts itself, or that gives a row with gradient a probability below
+        the floor: no run could show whether a row that is kept so rarely ever is."""
+        pi, least = draw.inclusion_prob, self.config.min_inclusion_prob
+        floor = f"pruning.{self._level}.min_inclusion_prob = {least:g}: raise the one or lower the other"
+        problems = {
+            "kept a row of probability {:g}": draw.kept & (pi < _LEAST_KEPT),
+            "left out a row of probability {:g}": ~draw.kept & (pi == 1),
+            f"gives probability {{:g}} to a row that can carry gradient, and {floor}": live
+            & (pi < least * (1.0 - _ROUNDING)),
+        }
+        for problem, wrong in problems.items():
+            if wrong.any():
+                row = int(np.flatnonzero(wrong)[0])
+                why = f"{problem.format(pi[row])} (row {row}); return booleans for a pick labelled biased"
+                raise UserError(f"{self.config.method}.choose: its Draw {why}")
+
     def feedback(self, cost: StepCost) -> list[str]:
         with self._calling(f"feedback of step {cost.step}"):
             lines: list[str] = self.own.feedback(cost)
@@ -198,6 +218,9 @@ class PluggedPromptPolicy(Plugged, PromptPolicy):
 
     def _select_sorted(self, ids: IntArray, step: int, minibatch: int) -> Selection:
         choice = self.call_choose(ids.copy(), len(ids), step, minibatch)
+        if isinstance(choice, Draw):
+            self._check_support(choice, np.ones(len(ids), dtype=np.bool_))
+            return weigh_by(self, choice, pairs_known=False)
         if choice.dtype == np.bool_:
             self.kind = "a pick"
             return _picked(choice.astype(np.bool_), self.name)
@@ -228,6 +251,9 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
             live = live & (batch.advantages != 0)
         choice = self._chosen(batch, *counters)
         score = np.abs(batch.advantages)
+        if isinstance(choice, Draw):
+            self._check_support(choice, live)
+            return weigh_by(self, choice, label=self.label, score=score, pairs_known=False)
         if choice.dtype == np.bool_:
             return _picked(choice.astype(np.bool_), self.name, score)
         pi = np.where(live, np.maximum(choice, self.config.min_inclusion_prob), 0.0)
@@ -240,9 +266,9 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
     def _chosen(self, batch: CompletionBatch, step: int, minibatch: int) -> Choice:
         """The answer of `choose`, always of one kind: which prompts were drawn must not decide the label."""
         choice = self.call_choose(batch.take(np.arange(len(batch))), len(batch), step, minibatch)
-        if not len(batch) and self.kind == "a pick":
+        if not len(batch) and not isinstance(choice, Draw) and self.kind == "a pick":
             choice = choice.astype(np.bool_)  # np.array([]) is of floats, whatever was meant
-        kind = "a pick" if choice.dtype == np.bool_ else "probabilities"
+        kind = "a Draw" if isinstance(choice, Draw) else "a pick" if choice.dtype == np.bool_ else "probabilities"
         if self.kind and kind != self.kind:
             raise UserError(
                 f"{self.config.method}.choose returned {kind} and, earlier in this run, {self.kind}: the label would"
@@ -263,10 +289,12 @@ class PluggedCompletionPolicy(Plugged, CompletionPolicy):
 def _checked(choice: Any, count: int, method: str) -> Choice:
     """A checked copy of what `choose` returned, so that the user's code cannot change it afterwards."""
     what = f"{method}.choose returned"
-    if not isinstance(choice, np.ndarray) or choice.dtype.kind not in "bf" or choice.shape != (count,):
-        got = f"{choice.dtype}{list(choice.shape)}" if isinstance(choice, np.ndarray) else type(choice).__name__
-        wanted = "floats (probabilities) or booleans (a pick)"
-        raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
+    kept = None
+    if isinstance(choice, Draw):
+        kept, choice, fixed_size = choice.kept, choice.inclusion_prob, bool(choice.fixed_size)
+        _check_array(kept, count, f"{what} a Draw whose kept", kinds="b")
+        _check_array(choice, count, f"{what} a Draw whose inclusion_prob", kinds="f")
+    _check_array(choice, count, what, kinds="bf")
     if choice.dtype == np.bool_:
         return np.array(choice, dtype=np.bool_)
     pi = np.array(choice, dtype=np.float64)
@@ -275,7 +303,15 @@ def _checked(choice: Any, count: int, method: str) -> Choice:
     if not bool(np.all((pi >= 0) & (pi <= 1))):  # NaN is neither
         row = int(np.flatnonzero(~((pi >= 0) & (pi <= 1)))[0])
         raise UserError(f"{what} {pi[row]} in row {row}: probabilities are in [0, 1]")
-    return pi
+    # without `least_kept`: whether a cap can bind must not depend on the user's claim
+    return pi if kept is None else Draw(np.array(kept), pi, fixed_size)
+
+
+def _check_array(array: Any, count: int, what: str, *, kinds: str) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in kinds or array.shape != (count,):
+        got = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+        wanted = {"b": "booleans", "f": "floats", "bf": "floats (probabilities), booleans (a pick) or a Draw"}[kinds]
+        raise UserError(f"{what} {got}; expected a numpy array [{count}] of {wanted}")
 
 
 def _picked(kept: BoolArray, name: str, score: FloatArray | None = None) -> Selection:
@@ -326,8 +362,8 @@ def _refuse_taken(names: Mapping[str, Any], own: type, where: str) -> None:
     if clashes := sorted(taken & set(names)):
         raise UserError(
             f"{where} {clashes[0]}, which is the trainer's own, because draws, weights and labels are made there; only"
-            f" {', '.join(_used(own))} are called. Give probabilities or a pick from choose; rename a helper of that"
-            " name"
+            f" {', '.join(_used(own))} are called. Give probabilities, a Draw or a pick from choose; rename a helper of"
+            " that name"
         )
 
 

@@ -109,7 +109,7 @@ class Selection:
     effect: Effect | None = None
     """What skipping has done to the gradient's variance so far; None: not measured."""
     mean_weight: FloatArray | None = None
-    """[n] E[weight] over draws; None: 1 wherever there is a gradient."""
+    """[n] E[weight] over draws; None: 1 wherever there is a gradient. NaN: unknown."""
     redraw: Callable[[np.random.Generator, int], FloatArray] | None = None
     """Weights [count, n] of `count` further draws; None: not drawn with known probabilities."""
 
@@ -224,6 +224,12 @@ class CompletionBatch:
         """All columns that are not None, by name."""
         named = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "num_nominal"}
         return {name: array for name, array in named.items() if array is not None}
+
+    def facts(self) -> dict[str, Any]:
+        """What a policy may have chosen completions by, each [n]."""
+        names = ("prompt_index", "completion_index", "advantages", "lengths", "logit_grad_norm")
+        named = {name: getattr(self, name) for name in names}
+        return named | {"size of advantage": np.abs(self.advantages), "rewards": np.nan_to_num(self.rewards)}
 
     def take(self, rows: IntArray) -> CompletionBatch:
         return replace(self, **{name: array[rows] for name, array in self.arrays().items()})

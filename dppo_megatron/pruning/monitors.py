@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
 import numpy as np
 
 from dppo_megatron.pruning.interface import CompletionBatch, LedgerRow, Selection
+from dppo_megatron.types import BoolArray, FloatArray, IntArray, Label
+
+_FALSE_ALARM = 1e-5
+_BETS = np.outer([1.0, -1.0], 0.9 * 0.5 ** np.arange(6)).ravel()
+"""A bet near 1 detects gross errors within some 40 draws; a bet of 0.03 detects a mean D of 3 % of `most`."""
+_TESTED: tuple[Label, ...] = ("unbiased", "ratio")
 
 
 def step_metrics(prompts: Selection, batch: CompletionBatch, completions: Selection) -> dict[str, float]:
@@ -66,3 +78,82 @@ def _totals(batch: CompletionBatch, selection: Selection) -> dict[str, float]:
         "prune/weight_total": float(weights.sum()) / batch.num_nominal if batch.num_nominal else 1.0,
         "prune/weight_total_tokens": float(np.sum(weights * batch.lengths)) / tokens if tokens > 0 else 1.0,
     }
+
+
+def deviations(selection: Selection, known: Mapping[str, FloatArray | IntArray]) -> dict[str, float]:
+    """`relative_deviation` along each direction, in [-1, 1]; empty if no label rests on probabilities below 1.
+
+    `known`, each [n], by name: what the choice may depend on and the draw cannot change. Always pass the same names.
+    """
+    chance = (selection.inclusion_prob > 0) & (selection.inclusion_prob < 1)
+    if not chance.any() or all(row.label not in _TESTED for row in selection.ledger):
+        return {}
+    pi, kept = selection.inclusion_prob[chance], selection.kept[chance]
+    along = {"number": relative_deviation(np.ones(len(pi)), kept, pi)}
+    for name, column in {"probability": selection.inclusion_prob, **known}.items():
+        values = column[chance].astype(np.float64)
+        along[name] = relative_deviation(np.sign(values - np.median(values)), kept, pi)
+    return along
+
+
+def relative_deviation(direction: FloatArray, kept: BoolArray, pi: FloatArray) -> float:
+    """sum(direction (kept - pi)), all [n], over the largest value any draw could have; 0 if direction is all 0."""
+    up, down = np.where(direction > 0, 1 - pi, pi), np.where(direction > 0, pi, 1 - pi)
+    most = max(float(np.abs(direction) @ up), float(np.abs(direction) @ down))
+    return float(direction @ (kept - pi)) / most if most > 0 else 0.0
+
+
+@dataclass(slots=True)
+class DeclaredTest:
+    """Tests draw by draw whether one level's rows are kept as often as their probabilities say. In the checkpoint.
+
+    If they are, then D = sum_i g_i (kept_i - pi_i) has mean 0 along any direction g that is known before the draw,
+    however the rows of one draw depend on each other. With |D| <= most, the capital of a gambler who bets a fixed share
+    of it on each draw is prod_t (1 + bet D_t / most_t), a non-negative martingale, and so is its mean over bets and
+    directions. By Ville's inequality the chance that this mean ever reaches 1 / _FALSE_ALARM is at most _FALSE_ALARM,
+    without any normal approximation. Its logarithm grows like z^2 / 2 with z = sum D / sqrt(sum D^2), so |z| of about
+    5.6 refutes.
+
+    A fixed-size design always keeps its declared number, so the directions also compare rows above and below the median
+    of what a choice may depend on. A pattern over prompts (say, always every second one) shows in none of these, but
+    it does in how often the same prompt was kept earlier, which the next draw cannot change either.
+    """
+
+    gains: dict[str, FloatArray] = field(default_factory=dict)
+    """By direction: logarithm of the capital of each bet."""
+    draws: int = 0
+    refuted: str = ""
+    """Why the probabilities are no longer believed, for the ledger; never reset."""
+    earlier: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """[prompts] sum of (kept - pi) over all earlier rows of each prompt."""
+
+    def remember(self, prompt_index: IntArray, drawn: Selection) -> None:
+        """Record what was kept of the rows [n]; call after their `deviations` have been computed."""
+        np.add.at(self.earlier, prompt_index, drawn.kept - drawn.inclusion_prob)
+
+    def observe(self, along: Mapping[str, float]) -> None:
+        """Count a draw with these `deviations`."""
+        if not along or self.refuted:
+            return
+        self.gains = {name: self.gains.get(name, 0.0) + np.log1p(_BETS * value) for name, value in along.items()}
+        self.draws += 1
+        gains = np.stack(list(self.gains.values()))
+        if np.logaddexp.reduce(gains, axis=None) >= math.log(gains.size / _FALSE_ALARM):
+            name = max(self.gains, key=lambda name: float(self.gains[name].max()))
+            self.refuted = (
+                f"what was kept in {self.draws} draws refutes its probabilities, most clearly by {name}; with correct"
+                f" ones this happens in at most one run of {1 / _FALSE_ALARM:,.0f}"
+            )
+
+    def judged(self, selection: Selection) -> Selection:
+        """The selection, with ledger rows labelled biased if their probabilities were refuted by earlier draws."""
+        if not self.refuted:
+            return selection
+        rows = selection.ledger
+        noted = [replace(row, label="biased", note=f"{row.note}; {self.refuted}".lstrip("; ")) for row in rows]
+        rows = tuple(new if row.label in _TESTED else row for row, new in zip(rows, noted, strict=True))
+        return replace(selection, ledger=rows)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(self, name, value)

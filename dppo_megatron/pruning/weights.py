@@ -57,6 +57,7 @@ def weigh(
     note: str = "",
     label: Label | None = None,
     score: FloatArray | None = None,
+    pairs_known: bool = True,
 ) -> Selection:
     """The selection of a random draw, weighted by the named estimator and capped at `max_weight` (0: no cap).
 
@@ -66,6 +67,9 @@ def weigh(
         label: derived from the settings, for probabilities that depend on an earlier draw; None: derived from the
             probabilities and the design. Never from what was kept.
         score: [n], for the growth of the variance; None: all equal.
+        pairs_known: whether the draw can be repeated. It cannot for a user's own design, of which only each row's
+            probability is known: a ratio form's mean depends on which rows are kept together. For one group that is
+            kept or dropped as a whole, independent coins would give a bias of 0.06 where it is 0.51.
     """
     largest = largest_weight(draw, estimator)
     if _can_bind(max_weight, largest):
@@ -75,12 +79,15 @@ def weigh(
         keeps_all = bool(np.all(draw.inclusion_prob == 1.0))
         label = "exact" if keeps_all else _label(estimator, draw.fixed_size, max_weight, largest)
     selection = _selection(draw, name, _weights(draw, estimator, max_weight), label, note, score)
-    mean = None if label in ("exact", "unbiased") else mean_weight(draw, estimator, max_weight)
+    mean: FloatArray | None = None
+    if label not in ("exact", "unbiased"):
+        known = pairs_known or _is_inverse(estimator, draw.fixed_size)
+        mean = mean_weight(draw, estimator, max_weight) if known else np.full(len(draw.kept), np.nan)
 
     def redraw(rng: np.random.Generator, count: int) -> FloatArray:
         return _weights(draw.redraw(rng, count), estimator, max_weight)
 
-    return replace(selection, mean_weight=mean, redraw=redraw)
+    return replace(selection, mean_weight=mean, redraw=redraw if pairs_known else None)
 
 
 def mean_weight(draw: Draw, estimator: str, max_weight: float) -> FloatArray:

@@ -30,6 +30,15 @@ class BiasSource:
     unknown: str = "the skipping has no known probabilities"
     """Why the factor is unknown."""
 
+    @classmethod
+    def of_draw(cls, rows: tuple[LedgerRow, ...], mean_weight: FloatArray, refuted: str, lost: int = 0) -> BiasSource:
+        """For a draw with the given E[weight], which is unknown if its probabilities are refuted or if it is NaN."""
+        if refuted:
+            return cls(rows, lost=lost)
+        if np.isnan(mean_weight).any():
+            return cls(rows, lost=lost, unknown="which rows a design of your own keeps together is not known")
+        return cls(rows, mean_weight, lost)
+
 
 def with_estimates(
     sources: Sequence[BiasSource], squared: FloatArray, prompt_prob: FloatArray

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from dppo_megatron.pruning import LedgerRow
+from dppo_megatron.pruning.monitors import relative_deviation
 from dppo_megatron.selection.arrays import PromptDraw, Rollouts, was_requested
 from dppo_megatron.selection.bias import BiasSource
 from dppo_megatron.types import BoolArray, FloatArray, IntArray, mean_of_sums
@@ -32,37 +33,6 @@ LossLabel: TypeAlias = Literal["", "ratio", "biased"]
 """For the worst loss: nothing lost; lost by chance only; lost for a reason that may depend on the answer."""
 LOSS_LABELS: tuple[LossLabel, ...] = ("", "ratio", "biased")
 _DECAY = 0.9
-_FALSE_ALARM = 1e-5
-_BETS = np.outer([1.0, -1.0], 0.9 * 0.5 ** np.arange(6)).ravel()
-"""A bet near 1 detects gross errors within some 40 steps; a bet of 0.03 detects a mean deviation of 3 %."""
-
-
-@dataclass(slots=True)
-class ChanceTest:
-    """Tests step by step whether completions that are declared missing by chance are as long as their mates. In the
-    checkpoint.
-
-    If they are, a step's `_length_deviation` D, at most 1, has mean 0 whatever happened before it. So the capital of a
-    gambler who bets a fixed share of it on each step is prod_t (1 + bet D_t), a non-negative martingale, and so is its
-    mean over bets. By Ville's inequality the chance that this mean ever reaches 1 / _FALSE_ALARM is at most
-    _FALSE_ALARM, without any normal approximation.
-    """
-
-    gains: FloatArray = field(default_factory=lambda: np.zeros(len(_BETS)))
-    """Logarithm of the capital of each bet."""
-    steps: int = 0
-    refuted: str = ""
-    """Why the declaration is no longer believed, for the ledger; never reset."""
-
-    def observe(self, deviation: float | None) -> None:
-        """Count a step with this deviation; None: it has no group of which some are missing by chance."""
-        if deviation is None or self.refuted:
-            return
-        self.gains = self.gains + np.log1p(_BETS * deviation)
-        self.steps += 1
-        if np.logaddexp.reduce(self.gains) >= math.log(len(_BETS) / _FALSE_ALARM):
-            often = f"which happens to what is by chance in at most one run of {1 / _FALSE_ALARM:,.0f}"
-            self.refuted = f"refuted by tokens after {self.steps} steps, {often}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +76,8 @@ class Missing:
     """The row's label before the draw."""
     observed: LossLabel
     """The label for what this step has lost."""
-    deviation: float | None
-    """Input of the `ChanceTest`."""
+    deviations: dict[str, float]
+    """Input of the `DeclaredTest` of losses that are declared to be by chance."""
     metrics: dict[str, float]
 
     def estimated(self, values: FloatArray) -> FloatArray:
@@ -193,9 +163,9 @@ def missing_of(
         mean = np.where(stands_for_lost & (share_now > 0), lost_weight * (1.0 - share_now), 1.0)
         source = _source(row, by_content, by_chance, left, mean, same_at_any_size=same_at_any_size)
     metrics = {f"rollout/{name}": value for name, value in figures.items()}
-    deviation = _length_deviation(rollouts.lengths, graded, declared)
+    deviations = _length_deviation(rollouts.lengths, graded, declared)
     present = graded & usable[:, None]
-    return Missing(present, usable, weight, in_group, in_mean, source, foreseen, observed, deviation, metrics)
+    return Missing(present, usable, weight, in_group, in_mean, source, foreseen, observed, deviations, metrics)
 
 
 def _source(
@@ -218,21 +188,18 @@ def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[
     return foreseen, tuple(row for row in ledger if worse and row.name == NAME)
 
 
-def _length_deviation(lengths: IntArray, graded: BoolArray, declared: BoolArray) -> float | None:
-    """How much longer than their mates the completions are that are `declared` missing by chance, over the most that it
-    could be: if it is chance, all of a group are equally likely to be missing. Arguments [K, G]."""
+def _length_deviation(lengths: IntArray, graded: BoolArray, declared: BoolArray) -> dict[str, float]:
+    """How much longer than their mates the completions are that are `declared` missing by chance: if it is chance, all
+    of a group are equally likely to be missing. Arguments [K, G]."""
     offered = graded | declared
     pi = declared.sum(axis=1) / np.maximum(offered.sum(axis=1), 1)
     mixed = (pi > 0) & (pi < 1)
     if not mixed.any():
-        return None
+        return {}
     among, known = offered[mixed], np.where(offered, lengths, np.nan)[mixed]
     direction = np.sign(known - np.nanmedian(known, axis=1, keepdims=True))
     each = np.broadcast_to(pi[mixed, None], among.shape)
-    longer, gone, pi = direction[among], declared[mixed][among], each[among]
-    up, down = np.where(longer > 0, 1 - pi, pi), np.where(longer > 0, pi, 1 - pi)
-    most = max(float(np.abs(longer) @ up), float(np.abs(longer) @ down))
-    return float(longer @ (gone - pi)) / most if most > 0 else 0.0
+    return {"tokens": relative_deviation(direction[among], declared[mixed][among], each[among])}
 
 
 def _note(figures: Mapping[str, float], count: int, refuted: str, *, mixed: bool, same_at_any_size: bool) -> str:

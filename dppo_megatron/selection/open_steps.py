@@ -37,6 +37,10 @@ class OpenStep:
     """For each round, [n, 2] Beta parameters of the offered prompts' rewards before the step; empty if not needed."""
     kept_costs: tuple[float, ...] = (1.0, 1.0)
     """Of prompts and completions; see `StepCost.kept_cost`."""
+    deviations: tuple[dict[str, float], ...] = field(default_factory=lambda: ({}, {}))
+    """Of prompts and completions; see `monitors.deviations`."""
+    drawn: tuple[tuple[IntArray, Selection], ...] = ()
+    """Of prompts and completions: the prompt index of each row, and the selection."""
     outcome: tuple[PromptDraw, Rollouts, FloatArray] | None = None
     """Set by `Selector.finish`; the array is the second moments [K]."""
     missing: Missing | None = None

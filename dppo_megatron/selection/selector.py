@@ -22,7 +22,7 @@ from dppo_megatron.data.order import Order, WeightedOrder, make_order, order_key
 from dppo_megatron.pruning import CompletionBatch, Selection, make_completion_policy, make_prompt_policy
 from dppo_megatron.pruning.early_stop import draw_limits
 from dppo_megatron.pruning.interface import StepCapacity, StepCost, check_outcomes, check_state
-from dppo_megatron.pruning.monitors import step_metrics
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations, step_metrics
 from dppo_megatron.pruning.policies import check_methods
 from dppo_megatron.pruning.scores import group_sizes
 from dppo_megatron.pruning.variance import EarlyStops, GroupSizes, StepVariance, step_variance
@@ -42,7 +42,7 @@ from dppo_megatron.selection.arrays import (
 )
 from dppo_megatron.selection.bias import BiasSource, with_estimates
 from dppo_megatron.selection.coefficients import Coefficients
-from dppo_megatron.selection.missing import ChanceTest, Missing, PastLosses, as_foreseen, missing_of, with_lengths
+from dppo_megatron.selection.missing import Missing, PastLosses, as_foreseen, missing_of, with_lengths
 from dppo_megatron.selection.open_steps import FinishedStep, OpenStep, Place
 from dppo_megatron.types import FloatArray, IntArray, PromptFeatures, UserError
 
@@ -139,7 +139,8 @@ class Selector:
         """The last `_delay` finished steps, oldest first; the policy has yet to learn the last `_unlearned` of them."""
         self._unlearned = 0
         self._losses = PastLosses((0.0,) * len(sizes))
-        self._chance = ChanceTest()
+        self._declared = *(DeclaredTest(earlier=np.zeros(num_prompts)) for _ in range(2)), DeclaredTest()
+        """Tests of the probabilities of prompts and of completions, and of what is missing by chance."""
         self._log_lines: list[str] = []
         self._open: list[OpenStep] = []
         """Steps that have begun and had no feedback yet, oldest first."""
@@ -209,11 +210,11 @@ class Selector:
         nominal, group_weight = self.prompts_per_step * self._group, groups.weight * missing.weight
         batch = completion_batch(prompts, rollouts, advantages, denominator, group_weight, trainable, nominal)
         rows = np.flatnonzero(trainable)
-        completions = self._prune_minibatches(batch, minibatch[rows // width], state)
+        completions = self._declared[1].judged(self._prune_minibatches(batch, minibatch[rows // width], state))
         kept = to_all_rows(completions.kept, rows, rollouts, fill=False)
         weight = to_all_rows(batch.prompt_weight * completions.weight, rows, rollouts, fill=0.0)
         first, later = state.selections[: self._updates], state.selections[self._updates :]
-        planned = merge(first, np.arange(sum(len(selection.kept) for selection in first)))
+        planned = self._declared[0].judged(merge(first, np.arange(sum(len(selection.kept) for selection in first))))
         offered = with_refills(planned, later)
         expected = to_all_rows(completions.expected_weight, rows, rollouts, fill=1.0)
         whitened = self._coefficients.whitening(planned, state.selections, rollouts)
@@ -227,6 +228,8 @@ class Selector:
         variance = self._variance(planned, batch, completions, state, rows)
         inverse_end_prob = rollouts.counted(np.ones(rollouts.rewards.shape)).ravel()[rows]
         state.kept_costs = tuple(1.0 if one.kept_cost is None else one.kept_cost for one in (planned, completions))
+        state.drawn = (np.concatenate(state.offered), offered), (batch.prompt_index, completions)
+        state.deviations = self._deviations(state.drawn, batch)
         counts = counts_of(offered, prompts, int(sampled.sum()), batch.lengths[completions.kept])
         has_support = self._completion_policy.has_support and self._prompt_policy.has_support
         return TrainSelection(
@@ -286,7 +289,7 @@ class Selector:
             self._group,
             same_at_any_size=self._coefficients.same_at_any_size,
             stands_for_lost=not self._prompt_policy.resamples,
-            refuted=self._chance.refuted,
+            refuted=self._declared[2].refuted,
         )
 
     def _sets_of(self, prompts: PromptDraw) -> IntArray:
@@ -304,10 +307,10 @@ class Selector:
         """Sources of bias: the planned prompts (`offered` includes refills), the groups, `others`, and the completions
         with their `expected` weights [K, G]."""
         mean_weight, lost = offered.expected_weight[offered.kept, None], int((offered.inclusion_prob == 0).sum())
-        sources = [BiasSource(planned.ledger, mean_weight, lost)]
+        sources = [BiasSource.of_draw(planned.ledger, mean_weight, self._declared[0].refuted, lost)]
         if self._prompt_policy.resamples or bool((groups.weight != 1).any()):
             sources.append(BiasSource(groups.ledger, groups.expected_weight[:, None]))
-        return [*sources, *others, BiasSource(completions.ledger, expected)]
+        return [*sources, *others, BiasSource.of_draw(completions.ledger, expected, self._declared[1].refuted)]
 
     def feedback(self, cost: StepCost) -> list[str]:
         """Learn what the step cost; returns log lines. Call it once per step, even if the update was skipped."""
@@ -317,7 +320,10 @@ class Selector:
         prompts, rollouts, moment = state.outcome
         self._open.pop(0)
         self._settled = self._place()
-        self._chance.observe(state.missing.deviation)
+        for test, deviation in zip(self._declared, (*state.deviations, state.missing.deviations), strict=True):
+            test.observe(deviation)
+        for test, (ids, drawn) in zip(self._declared, state.drawn, strict=False):
+            test.remember(ids, drawn)
         prompt_cost, completion_cost = (replace(cost, kept_cost=kept) for kept in state.kept_costs)
         outcome = {
             "prompt_index": prompts.prompt_index,
@@ -362,7 +368,7 @@ class Selector:
             "missing": asdict(self._losses),
             "past": deepcopy([one._asdict() for one in unlearned]),
             "sets": self._sets,
-            "chance": asdict(self._chance),
+            "declared": [asdict(test) for test in self._declared],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -385,7 +391,8 @@ class Selector:
         self._losses = PastLosses(shares if same else (0.0,) * len(self._sets), state["missing"]["known"])
         self._past = [FinishedStep(**one) for one in state["past"]]
         self._unlearned = len(self._past)
-        self._chance = ChanceTest(**deepcopy(state["chance"]))
+        for test, saved in zip(self._declared, state["declared"], strict=True):
+            test.load_state_dict(saved)
         self._open, self._log_lines = [], []
 
     def _place(self) -> Place:
@@ -408,6 +415,17 @@ class Selector:
             self._unlearned -= 1  # first, in case a user's policy raises: the history has the step then
             self._prompt_policy.observe(**self._past[-self._unlearned - 1].outcome, step=cost.step - 1)
             self._log_lines += self._prompt_policy.feedback(cost)
+
+    def _deviations(
+        self, drawn: tuple[tuple[IntArray, Selection], ...], batch: CompletionBatch
+    ) -> tuple[dict[str, float], ...]:
+        past = self._prompt_policy.history.arrays
+        of_prompts = {name: past[name][drawn[0][0]] for name in ("variance", "tokens", "visits")}
+        facts = of_prompts | {"index": drawn[0][0]}, batch.facts()
+        return tuple(
+            deviations(selection, known | {"its prompt's earlier draws": test.earlier[ids]})
+            for test, (ids, selection), known in zip(self._declared, drawn, facts, strict=False)
+        )
 
     def _choose(self, count: int, state: OpenStep, parts: int) -> PromptDraw:
         nominal, self._position = self._order.take(self._position, count)

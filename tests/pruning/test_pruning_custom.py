@@ -19,7 +19,7 @@ from dppo_megatron.checkpoint.store import read_state, write_state
 from dppo_megatron.config.schema import Config
 from dppo_megatron.config.selection import selection_settings
 from dppo_megatron.job import prepare_job
-from dppo_megatron.pruning import StepCost
+from dppo_megatron.pruning import Draw, StepCost
 from dppo_megatron.pruning.policies import METHODS, method_overrides, parse_methods
 from dppo_megatron.pruning.trial import try_prompt_policy
 from dppo_megatron.run import Run, Stopped
@@ -81,10 +81,10 @@ def test_settings_that_bend_the_weights_are_labelled(changes: dict[str, Any], la
     assert check(_case(config, 1)) == label
 
 
-@pytest.mark.parametrize("floor", [0.05, 0.5])
-def test_a_cap_is_judged_by_the_floor(floor: float) -> None:
-    """No probability below the floor comes through, so a cap of 1 / floor cannot bind."""
-    config = small_config("none", OWN + "Longer")
+@pytest.mark.parametrize(("policy", "floor"), [("Longer", 0.05), ("Longer", 0.5), ("Whole", 0.05), ("Whole", 0.5)])
+def test_a_cap_is_judged_by_the_floor_of_any_kind_of_answer(policy: str, floor: float) -> None:
+    """No probability below the floor comes through, made here or by the policy, so a cap of 1 / floor cannot bind."""
+    config = small_config("none", OWN + policy)
     own = config.pruning.completion
     for own.min_inclusion_prob, own.max_weight, label in (
         (floor, 1 / floor, "unbiased"),
@@ -92,6 +92,37 @@ def test_a_cap_is_judged_by_the_floor(floor: float) -> None:
     ):
         row = next(row for row in _case(config, 1).run().ledger if row.name.startswith("completion"))
         assert row.label == label and ("can bind" in row.note) <= (label == "biased")
+
+
+@pytest.mark.parametrize(
+    ("level", "estimator"), [("prompt", "hajek"), ("completion", "hajek"), ("completion", "fixed_size_ht")]
+)
+def test_a_ratio_over_a_design_of_ones_own_has_no_size(level: str, estimator: str) -> None:
+    """Its mean weight rests on what is kept together, which probabilities of single rows do not say."""
+    config = small_config(
+        **{"prompt": "none", "completion": "none"} | {level: OWN + ("Coins" if level == "prompt" else "Whole")}
+    )
+    getattr(config.pruning, level).estimator = estimator
+    case = _case(config, 1)
+    decision = case.run()
+    [row] = [row for row in decision.ledger if row.name.startswith(level)]
+    assert (
+        row.label == "ratio" and row.bias_estimate is None and "bias of unknown size: which rows a design" in row.note
+    )
+    assert "prune/bias_estimate" not in decision.metrics
+
+
+def test_a_design_of_ones_own_is_unbiased_on_average() -> None:
+    """Its coins are its own, so they cannot be enumerated: over 4,000 steps the mean weight of each prompt is 1, within
+    5 standard errors of sqrt((1 / 0.7 - 1) / 4000) = 0.0104."""
+    selector = Selector(selection_settings(small_config(OWN + "Coins")), 4)
+    total = np.zeros(4)
+    policy = selector._prompt_policy
+    for step in range(4000):
+        drawn = policy.select(np.arange(4), step=step % 300, minibatch=step // 300)
+        assert drawn.ledger[0].label == "unbiased"
+        total += drawn.weight
+    np.testing.assert_allclose(total / 4000, 1.0, atol=5 * 0.0104)
 
 
 def test_completions_are_always_chosen_in_one_kind() -> None:
@@ -240,6 +271,13 @@ def test_a_state_that_a_policy_does_not_take_names_it() -> None:
         (lambda n: np.ones(n, dtype=int), r"returned int64\[4\]; expected .* floats \(probabilities\)"),
         (lambda n: np.full(n, 1.5), r"returned 1.5 in row 0: probabilities are in \[0, 1\]"),
         (lambda n: np.full(n, np.nan), "returned nan in row 0"),
+        (lambda n: Draw(np.ones(n, bool), np.zeros(n), True), "kept a row of probability 0"),
+        (lambda n: Draw(np.zeros(n, bool), np.ones(n), True), "left out a row of probability 1"),
+        (lambda n: Draw(np.zeros(n, bool), np.zeros(n), True), "gives probability 0 to a row that can carry gradient"),
+        (
+            lambda n: Draw(np.arange(n) > 0, np.where(np.arange(n) > 0, 1.0, 1e-300), True),
+            r"gives probability 1e-300 to a row .*pruning\.prompt\.min_inclusion_prob = 0\.2: raise the one or",
+        ),
     ],
 )
 def test_answers_that_are_none_are_named(answer: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,9 +293,10 @@ def test_ones_that_are_rounded_up_are_ones(monkeypatch: pytest.MonkeyPatch) -> N
         pi = np.concatenate([one, floor.astype(one.dtype)])
         config = small_config(OWN + "Answers")
         config.pruning.prompt.min_inclusion_prob = 0.7
-        monkeypatch.setattr(policies.Answers, "answer", staticmethod(lambda n, answer=pi: answer))
-        chosen = Selector(selection_settings(config), 4).begin(1)
-        assert float(pi[0]) > 1 and float(pi[3]) < 0.7 and sorted(chosen.inclusion_prob.tolist())[-3:] == [1.0] * 3
+        for answer in (pi, Draw(np.ones(4, dtype=np.bool_), pi, fixed_size=False)):
+            monkeypatch.setattr(policies.Answers, "answer", staticmethod(lambda n, answer=answer: answer))
+            chosen = Selector(selection_settings(config), 4).begin(1)
+            assert float(pi[0]) > 1 and float(pi[3]) < 0.7 and sorted(chosen.inclusion_prob.tolist())[-3:] == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -313,7 +352,7 @@ def test_what_a_policy_is_made_with_is_all_there_is() -> None:
     none = np.zeros(8, dtype=np.int64)
     features = PromptFeatures(none, np.arange(8.0), none, ("",))
     selector = Selector(selection_settings(small_config(OWN + "Hard")), 8, features=features)
-    try_prompt_policy(small_config(OWN + "Visited").pruning.prompt, features, 4, 3, 12)
+    try_prompt_policy(small_config(OWN + "Visited").pruning.prompt, features, 4, 3, 12, updates=2, steps=400)
     chosen = selector._prompt_policy.select(np.arange(8), step=1)
     assert chosen.inclusion_prob.tolist() == [0.5] * 4 + [1.0] * 4
     assert (

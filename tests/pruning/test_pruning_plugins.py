@@ -1,4 +1,4 @@
-"""A plug-in that tries to make the ledger lie is refused, or fails to: policies and losses.
+"""A plug-in that tries to make the ledger lie is refused, or fails to: policies, losses, and declared probabilities.
 
 Policies override every name that the bases have (from `dir`, so a new one is included) with hostile behaviour, alone
 and in pairs; what is accepted is enumerated over every draw, by `check`. Losses are made of parts that are known to be
@@ -34,9 +34,14 @@ from dppo_megatron.pruning import (
     CompletionPolicy,
     CustomCompletionPolicy,
     CustomPromptPolicy,
+    Draw,
     PromptPolicy,
+    StepCost,
 )
+from dppo_megatron.pruning.designs import poisson, systematic
 from dppo_megatron.pruning.interface import Selection, keep_all
+from dppo_megatron.pruning.monitors import DeclaredTest, deviations
+from dppo_megatron.pruning.weights import weigh
 from dppo_megatron.selection import Selector
 from dppo_megatron.types import UserError
 
@@ -236,6 +241,147 @@ def test_the_kind_of_answers_is_resumed() -> None:
     Kind.pick = True
     with pytest.raises(UserError, match="returned a pick and, earlier in this run, probabilities"):
         replace(case, selector=resumed).run()
+
+
+# -------------------------------------------------------------------------------- declared probabilities
+
+
+def test_the_mean_deviation_of_a_true_design_is_zero(cases: Choose) -> None:
+    """Over every draw of coins, of a systematic design and of one coin for all rows: so every bet is a fair game, which
+    is all that the bound on false alarms needs. And no draw deviates by more than 1, so no bet loses everything."""
+    for number in cases("design", 60):
+        rng = np.random.default_rng(number)
+        n = int(rng.integers(1, 7))
+        pi = rng.choice([0.05, 0.2, 0.5, 0.9, 1.0], n)
+        known = {"a": rng.normal(size=n), "b": rng.integers(0, 2, n), "earlier": rng.integers(0, 2, n) - pi}
+        order = rng.permutation(n)
+        edges = np.unique(np.concatenate([[0.0, 1.0], np.cumsum(pi[order][pi[order] < 1]) % 1]))
+        starts = [(b - a, systematic(pi, order=order, start=(a + b) / 2)) for a, b in itertools.pairwise(edges)]
+        patterns = [np.array(one) for one in itertools.product([False, True], repeat=n)]
+        coins = [(float(np.prod(np.where(kept, pi, 1 - pi))), Draw(kept, pi, False)) for kept in patterns]
+        alike = np.full(n, 0.3)
+        cluster = [(0.3, Draw(np.ones(n, bool), alike, False)), (0.7, Draw(np.zeros(n, bool), alike, False))]
+        for design in (starts, coins, cluster):
+            found = [(p, deviations(weigh(draw, name="x"), known)) for p, draw in design if p > 0]
+            assert len({tuple(one) for _, one in found}) == 1
+            for name in found[0][1]:
+                assert sum(p * one[name] for p, one in found) == pytest.approx(0.0, abs=1e-9)
+                assert max(abs(one[name]) for _, one in found) <= 1 + 1e-12
+
+
+Rows = tuple[Draw, dict[str, Any]]
+
+
+def _found_after(make: Callable[[np.random.Generator], Rows], draws: int, seed: int) -> int:
+    """Draws until the test refutes; 0: it does not."""
+    rng, test = np.random.default_rng(seed), DeclaredTest()
+    for number in range(1, draws + 1):
+        drawn, known = make(rng)
+        test.observe(deviations(weigh(drawn, name="x"), known))
+        if test.refuted:
+            return number
+    return 0
+
+
+def _too_few(rng: np.random.Generator) -> Rows:
+    return Draw(rng.random(32) < 0.25, np.full(32, 0.5), False), {"a": rng.normal(size=32)}
+
+
+def _upper_half(rng: np.random.Generator) -> Rows:
+    values = rng.normal(size=32)
+    return Draw(values > np.median(values), np.full(32, 0.5), True), {"a": values}
+
+
+def _leans(rng: np.random.Generator) -> Rows:
+    values = rng.normal(size=32)
+    return Draw(rng.random(32) < 0.5 + 0.1 * np.sign(values), np.full(32, 0.5), False), {"a": values}
+
+
+def _all_or_none(rng: np.random.Generator) -> Rows:
+    pi = float(rng.choice([0.02, 0.3, 0.5]))
+    return Draw(np.full(32, rng.random() < pi), np.full(32, pi), False), {"a": rng.normal(size=32)}
+
+
+def _coins(rng: np.random.Generator) -> Rows:
+    pi, values = rng.uniform(0.05, 1, 32), rng.normal(size=32)
+    return poisson(pi, uniform=rng.random(32)), {"a": values}
+
+
+@pytest.mark.parametrize(("make", "most"), [(_too_few, 60), (_upper_half, 40), (_leans, 250)])
+def test_a_lie_is_found(make: Any, most: int) -> None:
+    """A count that is too small, a pick called a design (whose count is always right), a lean of 0.1; see the docs."""
+    assert all(_found_after(make, most, seed) for seed in range(3))
+
+
+@pytest.mark.parametrize("make", [_coins, _all_or_none])
+def test_a_true_design_is_believed(make: Any) -> None:
+    """At a false alarm in 100,000 runs; rows that are kept together or not at all make no difference."""
+    assert not any(_found_after(make, 300, seed) for seed in range(8))
+
+
+class Liar(CustomCompletionPolicy):
+    """Keeps a quarter and declares a half."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Any:
+        rng = np.random.default_rng((self.seed, step, minibatch))
+        return Draw(rng.random(len(batch)) < 0.25, np.full(len(batch), 0.5), fixed_size=False)
+
+
+def _favoured(prompt_index: np.ndarray) -> Draw:
+    """Half of the prompts always and the others never, by no figure of theirs; declares a half. Of all prompts the
+    number is right."""
+    return Draw(np.isin(prompt_index, (0, 3, 5, 6)), np.full(len(prompt_index), 0.5), fixed_size=False)
+
+
+class FavouredPrompts(CustomPromptPolicy):
+    def choose(self, prompt_index: Any, *, step: int, minibatch: int) -> Any:
+        return _favoured(prompt_index)
+
+
+class FavouredCompletions(CustomCompletionPolicy):
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Any:
+        return _favoured(batch.prompt_index)
+
+
+def _labels(selector: Selector, steps: range, level: str = "completion") -> list[tuple[str, str]]:
+    """(label, note) of this level in each step."""
+    found = []
+    for step in steps:
+        rng = np.random.default_rng(step)
+        rows = selector.begin(step).prompt_index
+        outcomes = make_outcomes(rng, len(rows), 3, binary=True)
+        ledger = selector.finish(replace(outcomes, truncated=None), step).ledger
+        found += [(row.label, row.note) for row in ledger if row.name.startswith(f"{level}/")]
+        selector.feedback(StepCost(step, 1.0, 1.0, 0.0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [("completion", "Liar"), ("completion", "FavouredCompletions"), ("prompt", "FavouredPrompts")]
+)
+def test_a_refuted_design_is_biased_from_then_on(level: str, name: str) -> None:
+    """Through the selector; a resume at any step continues the test where it was."""
+    config = small_config(**{"prompt": "none", "completion": "none"} | {level: f"{__name__}:{name}"})
+    config.pruning.prompt.anneal_fraction = 1.0
+    whole = _labels(Selector(selection_settings(config), 8), range(1, 91), level)
+    labels = [label for label, _ in whole]
+    first = labels.index("biased")
+    assert 20 < first < 80 and set(labels[:first]) == {"unbiased"} and set(labels[first:]) == {"biased"}
+    assert "refutes its probabilities" in whole[first][1]
+    for stop in (10, first + 1):
+        torn = Selector(selection_settings(config), 8)
+        before = _labels(torn, range(1, stop + 1), level)
+        resumed = Selector(selection_settings(config), 8)
+        resumed.load_state_dict(torn.state_dict())
+        assert before + _labels(resumed, range(stop + 1, 91), level) == whole
+
+
+def test_built_in_methods_are_tested_too() -> None:
+    """Their draws are recorded, and believed."""
+    selector = Selector(selection_settings(small_config("dppo", "dppo")), 8)
+    assert {label for label, _ in _labels(selector, range(1, 301))} == {"unbiased"}
+    assert all("its prompt's earlier draws" in test.gains and test.earlier.any() for test in selector._declared[:2])
+    assert selector._declared[1].draws > 30 and not any(test.refuted for test in selector._declared)
 
 
 # ------------------------------------------------------------------------------------------------- losses

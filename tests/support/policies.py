@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, CustomPromptPolicy, StepCost
+from dppo_megatron.pruning import CompletionBatch, CustomCompletionPolicy, CustomPromptPolicy, Draw, StepCost
 from dppo_megatron.pruning.custom import Choice
 from dppo_megatron.pruning.prompt_dppo import DppoPromptPolicy
+from dppo_megatron.randomness import uniforms
 from dppo_megatron.types import FloatArray, IntArray
 
 MOST_TOKENS = 16
@@ -81,6 +82,14 @@ class Queued(Hoarder):
         self.visits[0] = deque()  # type: ignore[assignment]
 
 
+class Coins(CustomPromptPolicy):
+    """A design of its own: every prompt by an independent coin of 0.7."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.7)
+        return Draw(uniforms(self.seed, "coins", prompt_index, step, minibatch) < pi, pi, fixed_size=False)
+
+
 class FirstHalf(CustomPromptPolicy):
     """A pick."""
 
@@ -93,6 +102,14 @@ class FlatScore(DppoPromptPolicy):
 
     def _score(self, ids: IntArray, step: int) -> FloatArray:
         return np.ones(len(ids))
+
+
+class Whole(CustomCompletionPolicy):
+    """A design of its own: groups are kept or left out as a whole, by coins of one half."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(batch), 0.5)
+        return Draw(uniforms(self.seed, "coins", batch.prompt_index, step, minibatch) < pi, pi, fixed_size=False)
 
 
 class Longer(CustomCompletionPolicy):
@@ -256,6 +273,156 @@ class NoObject(CustomCompletionPolicy):
 
     def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
         return np.ones(len(batch))
+
+
+class Shared(CustomCompletionPolicy):
+    """Draws from a generator that no checkpoint has."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return np.random.rand(len(batch))
+
+
+class Roving(CustomPromptPolicy):
+    """A design of its own, drawn from a generator of its own, which it does not save."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rng = np.random.default_rng(self.seed)
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.6)
+        return Draw(self.rng.random(len(pi)) < pi, pi, fixed_size=False)
+
+
+class Saving(Roving):
+    """The same, saved."""
+
+    def own_state(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self.rng.bit_generator.state = state["rng"]
+
+
+class Drawn(Saving):
+    """The same, but it draws when it learns what a step cost, and not when it chooses."""
+
+    word, pi = 1, 0.6
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), self.pi)
+        return Draw(uniforms(self.word, "coins", prompt_index, minibatch) < pi, pi, fixed_size=False)
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        self.word = int(self.rng.integers(2**31))
+        return []
+
+
+class Learning(Drawn):
+    """The same, but it draws when it learns what was visited."""
+
+    def learn(self, prompt_index: IntArray, rewards: FloatArray, lengths: IntArray, *, step: int) -> None:
+        super().feedback(StepCost(step + 1, 1.0, 1.0, 1.0))
+
+    def feedback(self, cost: StepCost) -> list[str]:
+        return []
+
+
+def coins(*key: int, count: int, pi: float = 0.5) -> Draw:
+    return Draw(np.random.default_rng(key).random(count) < pi, np.full(count, pi), fixed_size=False)
+
+
+class Designed(CustomPromptPolicy):
+    """By `design(prompts, step, minibatch, epoch)`."""
+
+    design: Any = None
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        epoch = step * self.prompts_per_step // len(self.history)
+        drawn: Choice = self.design(prompt_index, step, minibatch, epoch)
+        return drawn
+
+
+class DesignedToo(CustomCompletionPolicy):
+    """The same; no completion policy knows the epoch."""
+
+    design: Any = None
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        drawn: Choice = self.design(100 * batch.prompt_index + batch.completion_index, step, minibatch, 0)
+        return drawn
+
+
+class OncePerEpoch(CustomPromptPolicy):
+    """A coin for each prompt and epoch."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi, epoch = np.full(len(prompt_index), 0.5), step * self.prompts_per_step // len(self.history)
+        return Draw(uniforms(self.seed, "coins", prompt_index, epoch) < pi, pi, fixed_size=False)
+
+
+class OncePerPrompt(CustomPromptPolicy):
+    """The same coins in every epoch."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(prompt_index), 0.5)
+        return Draw(uniforms(self.seed, "coins", prompt_index) < pi, pi, fixed_size=False)
+
+
+class OncePerStep(CustomPromptPolicy):
+    """The same coins in every mini-batch of a step."""
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, count=len(prompt_index), pi=0.9)
+
+
+class OncePerStepToo(CustomCompletionPolicy):
+    """The same."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, count=len(batch))
+
+
+class OnceForAll(CustomCompletionPolicy):
+    """The same coins in every step."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, minibatch, count=len(batch))
+
+
+class Fresh(CustomCompletionPolicy):
+    """By coins, fresh for each update."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return coins(self.seed, step, minibatch, count=len(batch))
+
+
+class ByRow(CustomCompletionPolicy):
+    """By coins of its rows: no row is in two mini-batches of a step."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        pi = np.full(len(batch), 0.5)
+        rows = np.stack([batch.prompt_index, batch.completion_index], axis=1)
+        kept = uniforms(self.seed, "coins", rows, step) < pi
+        return Draw(kept, pi, fixed_size=False)
+
+
+class Certain(CustomCompletionPolicy):
+    """A design without chance."""
+
+    def choose(self, batch: CompletionBatch, *, step: int, minibatch: int) -> Choice:
+        return Draw(batch.advantages != 0, (batch.advantages != 0).astype(np.float64), fixed_size=True)
+
+
+class Scheduled(CustomPromptPolicy):
+    """The same by a table of the run's 100 steps."""
+
+    calls = 0
+
+    def choose(self, prompt_index: IntArray, *, step: int, minibatch: int) -> Choice:
+        type(self).calls += 1
+        pi = np.full(len(prompt_index), np.ones(100)[step])
+        return Draw(pi == 1, pi, fixed_size=True)
 
 
 class Unpaid(FirstHalf):
