@@ -137,6 +137,7 @@ def _before_the_first_step(model: Path) -> bool:
     described = actor._chunks[0].sharded_state_dict()
     [part] = actor._optimizer.chained_optimizers
     part.__class__ = LeanDistributedOptimizer
+    part.optimizer.state.clear()  # as that optimizer has none
     part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     saved = part.sharded_param_state_fully_reshardable(described)
     for place, (param, _) in enumerate(part._spreads()):

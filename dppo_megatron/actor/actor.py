@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from dppo_megatron.actor.lora import add_adapters
 from dppo_megatron.actor.loss import LossHook, Scorer, reduce_sums
 from dppo_megatron.actor.model import build_model, not_tried, overrides
 from dppo_megatron.actor.offload import Offload, pageable
-from dppo_megatron.actor.optimizer import GROUP_SETTINGS, build_optimizer, build_schedule, fitted, with_moments
+from dppo_megatron.actor.optimizer import build_optimizer, build_schedule, fitted
 from dppo_megatron.actor.replay import Recorded, Routers
 from dppo_megatron.actor.schedule import run_schedule
 from dppo_megatron.actor.softmax import Projection
@@ -106,6 +106,7 @@ class Actor:
         self._gather_weights()
         self._memory.onload(self._optimizer)
         self._memory.forget_optimizer()
+        self._optimizer = self._schedule = None  # frees the moments before new ones are made
         self._optimizer = build_optimizer(optimizer, self._model, self._dtype)
         self._schedule = build_schedule(optimizer, self._optimizer, total_steps)
 
@@ -279,7 +280,7 @@ class Actor:
         chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in self._chunks]
         model = dict(zip(self._chunk_names(), chunks, strict=True))
         whole = model if len(chunks) > 1 else chunks[0]
-        with _printed_by_key(), nullcontext() if loading else with_moments(self._optimizer):
+        with _printed_by_key():
             optimizer = self._optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata)
         # without FP8 the extra state of layers is empty, and specific to a layer spec: not written
         if self._config.fp8 == "off":
@@ -308,10 +309,7 @@ class Actor:
             lost = [name for name in missing if not name.endswith("_extra_state")]
             if lost or unexpected:
                 raise ValueError(f"the checkpoint lacks {lost} and has unknown {unexpected}")
-        settings = [{key: group[key] for key in GROUP_SETTINGS} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(fitted(state["optimizer"], self._optimizer))
-        for group, configured in zip(self._optimizer.param_groups, settings, strict=True):
-            group.update(configured)
         before = self._learning_rate()
         # Restore only the schedule's position: its shape follows the config, where a resumed run may have more steps.
         self._schedule.load_state_dict(self._schedule.state_dict() | {"num_steps": state["schedule"]["num_steps"]})

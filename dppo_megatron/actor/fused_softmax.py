@@ -7,7 +7,7 @@ torch makes some ten passes over float32 copies of a chunk's logits, these kerne
     gradient     one program per token and block of columns: reads a logit, writes its gradient in the same place
 
 Results differ from torch's only by rounding. Importing this module needs Triton; with TRITON_INTERPRET=1 its kernels
-run on a CPU, which is how they are tested. It has not run on a GPU.
+run on a CPU, which is how they are tested first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +23,6 @@ from torch import Tensor
 
 from dppo_megatron.config.schema import OptimizerConfig
 from dppo_megatron.platform.capabilities import this_machine
-
-GROUP_SETTINGS = ("max_lr", "min_lr", "betas", "eps")
-"""Keys of a parameter group that come from the config. Loading replaces the groups by the checkpoint's, and Megatron's
-schedule prefers a group's learning rates to its own, so a run resumed with other settings would keep the old ones."""
 
 
 def build_optimizer(
@@ -96,114 +91,67 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
     for group in adam.param_groups:
         group["fused"], group["foreach"] = True, False
     for param, state in adam.state.items():
-        if isinstance(state.get("step"), torch.Tensor):  # the fused kernel needs it on the parameter's device
-            state["step"] = state["step"].to(param.device, torch.float32)
+        if isinstance(state.get("step"), torch.Tensor):
+            # the fused kernel needs it on the parameter's device; and Megatron's load gives all parameters the same
+            # tensor, which each one's update would increment: wrong from the second on, without an error
+            state["step"] = state["step"].to(param.device, torch.float32, copy=True)
 
 
 def repair(optimizer: MegatronOptimizer) -> None:
-    """Make every distributed optimizer in `optimizer` save and load as the classes below do, and every torch Adam use
-    its fused kernel; in place.
+    """Make every distributed optimizer in `optimizer` save and load as the class below does, every torch Adam use its
+    fused kernel, and all that can be saved before the first step have moments; in place.
 
-    Megatron builds Adam without it: on CUDA, `foreach` then needs temporaries of several times the parameters' size.
-    Fused steps differ only by rounding.
+    Megatron builds Adam without the kernel: on CUDA, `foreach` then needs temporaries of several times the parameters'
+    size. Fused steps differ only by rounding. Megatron's load asks a checkpoint for moments, and for one step count.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
+        inner: Any = getattr(part, "optimizer", None)
+        is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
         if type(part) is DistributedOptimizer:
-            is_torchs = isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
-            part.__class__ = TorchAdamDistributedOptimizer if is_torchs else LeanDistributedOptimizer
+            part.__class__ = LeanDistributedOptimizer
+        if inner is not None and (is_torchs or not isinstance(part, DistributedOptimizer)):  # else see `_whole`
+            part.init_state_fn(inner, part.config)
+        for state in inner.state.values() if is_torchs else ():
+            state["step"] = torch.tensor(0.0)
         for adam in getattr(inner, "sub_optimizers", [inner]):  # several if the optimizer is offloaded to the host
             if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
                 _fuse(adam)
                 adam.register_load_state_dict_post_hook(_fuse)  # loading replaces the groups, and `fused` with them
 
 
-def _regrouped(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's part of a checkpoint, divided into as many parts as `optimizer` has optimizers.
-
-    Where experts are split over ranks (expert_parallel above 1) Megatron gives them an optimizer of their own: two
-    numbered parts instead of one without a number. Megatron loads tensors by the parameters' names, so they are in the
-    parts of today's optimizers; settings are in the parts of the run that saved them. The group for experts and the one
-    for the rest have the same settings here.
-    """
-    count = len(getattr(optimizer, "chained_optimizers", [optimizer]))
-    numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
-    tensors = [loaded] if count == 1 else numbered
-    is_distributed = all("param_state" in part for part in tensors)
-    held = [part for part in (loaded, *numbered) if ("optimizer" in part if is_distributed else _has_settings(part))]
-    if len(held) in (0, count):  # no change
-        return loaded
-    settings = [part.get("optimizer", part) for part in held]
-    saved = [group for part in settings for group in part["param_groups"]]
-    groups = [group | {"is_expert_parallel": is_expert} for is_expert in (False, True) for group in saved]
-    if is_distributed:
-        common = held[0] | {"optimizer": settings[0] | {"param_groups": groups}}
-        parts = [common | {"param_state": part["param_state"]} for part in tensors]
-    else:
-        # FusedAdam's part without tensors has no "state": its step count is in the groups
-        parts = [_with_settings(part, groups, settings[0].get("state", {})) for part in tensors]
-    return parts[0] if count == 1 else dict(enumerate(parts))
-
-
-def _has_settings(part: dict[Any, Any]) -> bool:
-    """Whether a part without the distributed optimizer was saved with this number; else it has only tensors."""
-    return any("lr" in group for group in part.get("optimizer", part).get("param_groups", ()))
-
-
-def _with_settings(part: dict[Any, Any], groups: list[dict[str, Any]], saved: dict[Any, Any]) -> dict[Any, Any]:
-    """A part without the distributed optimizer, in bfloat16 with an inner "optimizer". Megatron finds a group's
-    settings by the group's kind, but its parameters by its place in the list."""
-    inner = part.get("optimizer", part)
-    params = [group["params"] for group in inner["param_groups"]]
-    step = {key: value for key, value in saved.items() if key == "common_step"}
-    params += [[]] * (len(groups) - len(params))
-    filled: dict[Any, Any] = {
-        "state": inner["state"] | step,
-        "param_groups": [group | {"params": own} for group, own in zip(groups, params, strict=True)],
-    }
-    return part | {"optimizer": inner | filled} if "optimizer" in part else filled
-
-
-@contextmanager
-def with_moments(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """In the block, an Adam that has made no step has the moments that a load asks a checkpoint for. The distributed
-    optimizer needs none (`_whole`)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    fresh = [part for part in parts if not isinstance(part, DistributedOptimizer) and not part.optimizer.state]
-    for part in fresh:
-        part.init_state_fn(part.optimizer, part.config)
-    try:
-        yield
-    finally:
-        for part in fresh:  # one with moments, but without a step count, could not begin
-            part.optimizer.state.clear()
-
-
 def fitted(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's part of a checkpoint, changed in place to what `optimizer` reads: see `_regrouped`; and the Adam
-    of this machine may be another. Megatron uses FusedAdam where Transformer Engine or Apex is installed.
+    """The optimizer's part of a checkpoint as `optimizer` reads it: the checkpoint's tensors, step count and learning
+    rate under the settings of `optimizer`, which are the config's.
 
-    FusedAdam takes the step from each group, as an int, and has a setting that torch's Adam lacks. torch's takes the
-    step from each parameter; Megatron saves that as `common_step`, or with the distributed optimizer in each group.
+    The checkpoint may be of another Adam: Megatron uses FusedAdam where Transformer Engine or Apex is installed, which
+    takes the step from each group, as an int. torch's takes it from each parameter; Megatron saves that as
+    `common_step`, or with the distributed optimizer in each group. Or of another number of optimizers: where experts
+    are split over ranks (expert_parallel above 1) Megatron gives them one of their own: two numbered parts instead of
+    one without a number. Megatron loads tensors by the parameters' names, so they are in the parts of today's
+    optimizers; step and rate are in the parts of the run that saved them.
     """
-    loaded = _regrouped(loaded, optimizer)
     owners = getattr(optimizer, "chained_optimizers", [optimizer])
-    parts = [loaded] if len(owners) == 1 else [loaded[number] for number in sorted(loaded)]
-    for inner, part in zip((owner.optimizer for owner in owners), parts, strict=True):
-        if hasattr(inner, "sub_optimizers"):  # `cpu_offload`: torch's Adam on every machine
-            continue
-        held = part.get("optimizer", part)
-        state, groups, settings = held.get("state"), held["param_groups"], dict(inner.defaults)
-        step = max(int(group.pop("step", None) or 0) for group in groups)
-        if state is not None:
-            step = int(state.pop("common_step", step))
-        if state is not None and isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-            state["common_step"] = torch.tensor(float(step))
+    numbered = [loaded[number] for number in sorted(key for key in loaded if isinstance(key, int))]
+    saved = [part.get("optimizer", part) for part in (loaded, *numbered)]
+    groups = [group for inner in saved for group in inner.get("param_groups", ())]
+    steps = [group.get("step") for group in groups]
+    steps += [inner.get("state", {}).pop("common_step", None) for inner in saved]
+    step = max(int(step or 0) for step in steps)
+    rate = max(group["lr"] for group in groups if "lr" in group)
+    parts = [loaded] if len(owners) == 1 else numbered
+    for owner, part in zip(owners, parts, strict=True):
+        own = owner.state_dict()
+        settings = [group | {"lr": rate} for group in own.get("optimizer", own)["param_groups"]]
+        is_torchs = isinstance(owner.optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if is_torchs and not isinstance(owner, DistributedOptimizer):
+            part.get("optimizer", part)["state"]["common_step"] = torch.tensor(float(step))
         else:
-            settings["step"] = step
-        for group in groups:
-            group |= {name: value for name, value in settings.items() if name not in group}
-    return loaded
+            settings = [group | {"step": step} for group in settings]
+        if isinstance(owner, DistributedOptimizer):
+            part |= {"optimizer": {"param_groups": settings}, "param_state_sharding_type": "fully_reshardable"}
+        else:
+            part.get("optimizer", part)["param_groups"] = settings
+    return loaded if len(owners) == 1 else dict(enumerate(parts))
 
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -254,6 +202,15 @@ class LeanDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]
         kept = [{key: value for key, value in group.items() if not isinstance(value, type)} for group in groups]
         state["optimizer"]["param_groups"] = kept
         return state
+
+    def _set_main_param_and_optimizer_states(self, model_param: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
+        # Megatron's assume FusedAdam, which keeps one `step` in the group. They copy every entry of Adam's state from
+        # the checkpoint and would raise KeyError for the `step` of torch's, which is not saved as a tensor (`fitted`
+        # has set it), so we give it the current value to copy.
+        group_index, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
+        steps = {"step": state["step"]} if "step" in state else {}
+        super()._set_main_param_and_optimizer_states(model_param, steps | tensors)
 
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
@@ -343,44 +300,3 @@ def _stored(base: Any, name: str, data: Tensor, is_writer: bool) -> Any:
     stored = replace(base, **changes)
     stored.validate_metadata_integrity()
     return stored
-
-
-class TorchAdamDistributedOptimizer(LeanDistributedOptimizer):
-    """A `LeanDistributedOptimizer` that saves and loads correctly with torch's AdamW, which Megatron uses on every CPU
-    and on GPUs without Apex and Transformer Engine.
-
-    Megatron's checkpoints assume FusedAdam, which keeps one `step` in the parameter group. torch keeps a `step` tensor
-    for each parameter, which breaks three things, in 0.16 and in 0.19: a save before the first step, a load, and bias
-    correction after a load.
-    """
-
-    def state_dict(self) -> Any:
-        """See Megatron's. Before the first step torch's Adam has no state, and Megatron asserts that every parameter
-        has the same `step`, so we fill in the state from which the first step starts."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                state = self.optimizer.state[param]
-                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32, device=param.device))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    if moment not in state:
-                        state[moment] = torch.zeros_like(param)
-        return super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See Megatron's, which makes all parameters share one `step` tensor. Every parameter's update would increment
-        it, so bias correction would be wrong from the second parameter on, without an error."""
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    def _set_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        # Megatron copies every entry of Adam's state from the checkpoint and would raise KeyError for `step`, which is
-        # not saved as a tensor (load_state_dict has already set it), so we give it the current value to copy.
-        group_index, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        super()._set_main_param_and_optimizer_states(model_param, tensors)

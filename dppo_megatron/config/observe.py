@@ -56,7 +56,7 @@ class ObserveConfig:
     """Most GB of `trace.jsonl` on disk; then its older half is removed. 512 x 16 rollouts take 0.18 MB."""
     noise_scale_every_steps: int = ranged(32, COUNT)
     """Every this many steps, also compute the gradient of a random half of an update's prompts (about one more update),
-    to log how many prompts a step should have. 0: never. Not with actor.fp8=delayed, whose scales would change."""
+    to measure its noise scale. 0: never. Not with actor.fp8=delayed, whose scales would change."""
     trackers: list[TrackerName] = field(default_factory=list)
     """Where metrics go besides the run directory: any of tensorboard, wandb, mlflow, trackio."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -64,9 +64,6 @@ class DynamicSamplingPolicy(PromptPolicy):
     def keep_groups(self, rewards: FloatArray, *, step: int) -> Selection:
         return keep_informative(has_variance(rewards), self.prompts_per_step, f"{self.name}/groups")
 
-    def _inactive_reason(self, step: int) -> str:
-        return ""
-
 
 class WeightedGresoPolicy(PromptPolicy):
     """Method `greso_ht`: GRESO's probabilities raised to `min_inclusion_prob`, weighted by 1/pi, without refills.
@@ -139,10 +136,6 @@ class WeightedGresoPolicy(PromptPolicy):
 
     def _moved(self, probability: float, too_many: bool) -> float:
         return max(probability - _STEP, _LEAST) if too_many else min(probability + _STEP, _MOST)
-
-    def _inactive_reason(self, step: int) -> str:
-        # GRESO has neither warm-up nor annealing: only prompts whose last visit was easy or hard are ever skipped.
-        return ""
 
 
 class GresoPolicy(WeightedGresoPolicy):

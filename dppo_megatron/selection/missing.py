@@ -182,14 +182,10 @@ def _source(
 
 def as_foreseen(ledger: tuple[LedgerRow, ...], missing: Missing) -> tuple[tuple[LedgerRow, ...], tuple[LedgerRow, ...]]:
     """The ledger with the label that was known before the draw, and the row as observed if that label is worse."""
-    foreseen: list[LedgerRow] = []
-    for row in ledger:
-        if row.name != NAME:
-            foreseen.append(row)
-        elif missing.foreseen:
-            foreseen.append(replace(row, label=missing.foreseen))
-    worse = LOSS_LABELS.index(missing.observed) > LOSS_LABELS.index(missing.foreseen)
-    return tuple(foreseen), tuple(row for row in ledger if worse and row.name == NAME)
+    known, worse = missing.foreseen, LOSS_LABELS.index(missing.observed) > LOSS_LABELS.index(missing.foreseen)
+    rows = [row for row in ledger if known or row.name != NAME]
+    foreseen = tuple(replace(row, label=known) if known and row.name == NAME else row for row in rows)
+    return foreseen, tuple(row for row in ledger if worse and row.name == NAME)
 
 
 def _length_deviation(lengths: IntArray, graded: BoolArray, declared: BoolArray) -> dict[str, float]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from dppo_megatron.algorithms.batch_size import BatchAdvisor
+from dppo_megatron.algorithms.noise_scale import NoiseScale
 from dppo_megatron.config.data import DataConfig
 from dppo_megatron.config.objective import is_exact_off_policy
 from dppo_megatron.config.rollout import RolloutConfig
@@ -51,12 +52,7 @@ class Coordinator:
             set_sizes=set_sizes(job.train_sets),
             features=job.prompt_features,
         )
-        self._advisor = BatchAdvisor(
-            prompts=config.rollout.prompts_per_step,
-            updates=config.objective.updates_per_step,
-            planned=self._selector.prompts_per_step,
-            problems=len(job.train_prompts),
-        )
+        self._noise = NoiseScale()
         self._outcomes = [RolloutTable.of({}, self._width, 0)]
         """Outcomes of the current step's rollout rounds so far, after an empty table, since a step may have none."""
 
@@ -123,29 +119,29 @@ class Coordinator:
     def learn(self, step: Step) -> tuple[list[str], str]:
         """Report a finished step's cost to the policies; returns log lines, and what a policy of the user raised, which
         is also a line, since a run may end for another reason. The step counts even so: the actor has its weights."""
-        took, counts = step.record.timing, step.record.counts
-        assert counts is not None, f"step {step.number} has not been decided"
-        lines, failure = list[str](), ""
+        took, lines, failure = step.record.timing, list[str](), ""
         try:
             lines = self._selector.feedback(StepCost(step.number, took.rollout_s, took.update_s, took.other_s))
         except UserError as error:
             failure = str(error)
             lines = [f"warning: step {step.number}: {failure}"]
-        tokens = float(counts.tokens_generated), float(counts.tokens_trained)
-        self._advisor.time(took.rollout_s, took.update_s, took.other_s, *tokens)
-        step.record.metrics |= self._advisor.metrics()
-        return [*lines, *(self._advisor.lines() if took.probe_s else ())], failure
+        if (scale := self._noise.prompts) is not None:
+            # in the setting's prompts: CPPO's allocation plans more
+            factor = self._job.config.rollout.prompts_per_step / self._selector.prompts_per_step
+            step.record.metrics["batch/noise_scale_prompts"] = scale * factor
+        return lines, failure
 
     def probe(self, grad_norm: float, half_norm: float) -> None:
-        """The gradient norms of an update and of half of its prompts, for the advice on the batch size."""
-        self._advisor.probe(grad_norm, half_norm)
+        """The gradient norms of an update and of half of its prompts."""
+        updates = self._job.config.objective.updates_per_step
+        self._noise.add(grad_norm**2, half_norm**2, self._selector.prompts_per_step // updates)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"selector": self._selector.state_dict(), "batch": self._advisor.state_dict()}
+        return {"selector": self._selector.state_dict(), "noise": asdict(self._noise)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._selector.load_state_dict(state["selector"])
-        self._advisor.load_state_dict(state["batch"])
+        self._noise = NoiseScale(**state["noise"])
 
     def _grading_metrics(self, tables: Mapping[str, GradeTable]) -> dict[str, float]:
         """Metrics of all gradings, and of each training set that has its own rewards, under the set's name."""

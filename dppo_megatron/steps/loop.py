@@ -24,8 +24,8 @@ import torch
 from dppo_megatron.actor.actor import Actor, sft_optimizer
 from dppo_megatron.actor.layout import build_layout, connect_groups
 from dppo_megatron.actor.logprobs import LogprobStore
-from dppo_megatron.algorithms.batch_size import half_of
 from dppo_megatron.algorithms.correction import Mismatch
+from dppo_megatron.algorithms.noise_scale import half_of
 from dppo_megatron.algorithms.objectives import make_objective, supervised
 from dppo_megatron.config.objective import needs_old_logprobs
 from dppo_megatron.config.schema import Config

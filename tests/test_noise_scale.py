@@ -1,4 +1,4 @@
-"""Advice on the batch size: unbiased estimates by enumeration, the best N by brute force, and no effect on training."""
+"""The gradient's noise scale: unbiased estimates by enumeration, and no effect on training."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.job import QUICK, job_config, read_metrics, write_warm_job_files
+from support.job import QUICK, job_config, read_metrics, write_job_files, write_warm_job_files
 from support.launch import run_ranks
 
-from dppo_megatron.algorithms.batch_size import BatchAdvisor, FadingFit, NoiseScale, half_of
+from dppo_megatron.algorithms.noise_scale import NoiseScale, half_of
 from dppo_megatron.config.schema import Config
 from dppo_megatron.job import prepare_job
+from dppo_megatron.packing.alignment import packing_layout
 from dppo_megatron.run import Run
+from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.loop import is_probed
 from dppo_megatron.steps.step import Step, Update
 from dppo_megatron.train import train
@@ -73,77 +75,6 @@ def test_a_half_has_each_group_with_probability_one_half_and_whole_groups() -> N
     assert half_of(groups[:0], seed=1, step=16).shape == (0,), "an update of which nothing was kept"
 
 
-def _empty(prompts: int = 64, updates: int = 1) -> BatchAdvisor:
-    return BatchAdvisor(prompts, updates, planned=prompts, problems=10_000)
-
-
-def _advisor(
-    fixed: float, per_token: float, scale: float, updates: int = 1, planned: int = 64, problems: int = 10_000
-) -> BatchAdvisor:
-    """64 prompts of about 100 tokens generated and 20 trained, in exact lines; a noise scale without noise."""
-    advisor = BatchAdvisor(64, updates, planned, problems)
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        generated, trained = 6400 * rng.uniform(0.9, 1.1), 1280 * rng.uniform(0.9, 1.1)
-        advisor.time(
-            0.3 * fixed + per_token * generated, 0.5 * fixed + 2 * per_token * trained, 0.2 * fixed, generated, trained
-        )
-    n = planned // updates
-    for _ in range(5):  # |G|^2 = 1 and tr(Sigma) = scale
-        whole = 1 + scale / n
-        advisor.probe(math.sqrt(whole), math.sqrt(whole + (scale + 1) / n))
-    return advisor
-
-
-@pytest.mark.parametrize(("fixed", "per_token", "scale"), [(1.0, 1e-4, 40.0), (0.2, 1e-4, 60.0), (2.0, 3e-5, 50.0)])
-@pytest.mark.parametrize("updates", [1, 2])
-def test_advice_is_the_best_of_all_numbers_of_prompts(
-    fixed: float, per_token: float, scale: float, updates: int
-) -> None:
-    """Within the bound of a factor of 4, by trying them all."""
-    advice = _advisor(fixed, per_token, scale, updates).advice()
-    assert advice is not None
-    assert advice.noise_scale == pytest.approx(scale, rel=1e-6)
-
-    def seconds(n: int) -> float:
-        per_prompt = per_token * (100 + 2 * 20)
-        return (1 + scale * updates / n) * (fixed + per_prompt * n)
-
-    best = min(range(16, 257, updates), key=seconds)
-    # a step's mean tokens are those of 20 random steps: within 3 % of the nominal ones
-    assert seconds(advice.prompts) <= 1.002 * seconds(best)
-    assert advice.relative_time == pytest.approx(seconds(advice.prompts) / seconds(64), rel=0.02)
-
-
-def test_advice_is_in_the_setting_s_prompts() -> None:
-    """CPPO's allocation plans 128 prompts for 64: the same noise in prompts that count half gives the same advice."""
-    plain, allocated = _advisor(2.0, 3e-5, 50.0).advice(), _advisor(2.0, 3e-5, 100.0, planned=128).advice()
-    assert plain is not None and allocated is not None
-    assert allocated.prompts == plain.prompts
-    assert allocated.noise_scale == pytest.approx(plain.noise_scale)
-    assert allocated.relative_time == pytest.approx(plain.relative_time)
-
-
-@pytest.mark.parametrize(("problems", "planned", "most"), [(100, 64, 100), (101, 64, 100), (210, 128, 104)])
-def test_no_more_prompts_are_advised_than_there_are(problems: int, planned: int, most: int) -> None:
-    """A step plans different prompts only; in whole updates."""
-    updates = 1 if problems == 100 else 2
-    advice = _advisor(2.0, 3e-5, 50.0, updates, planned, problems).advice()
-    assert advice is not None and advice.prompts == most
-
-
-def test_a_line_is_found_and_has_no_negative_part() -> None:
-    """Exact points give the line; a falling or a steeper-than-through-zero one is taken as far as it makes sense."""
-    line, falling, steep = FadingFit(), FadingFit(), FadingFit()
-    for x in (1.0, 2.0, 4.0, 3.0, 5.0, 2.5, 1.5, 3.5):
-        line.add(x, 0.5 + 0.25 * x)
-        falling.add(x, 10 - x)
-        steep.add(x, 3 * x - 1)
-    assert line.fit() == pytest.approx((0.5, 0.25))
-    assert falling.fit() == pytest.approx((falling.y, 0.0))
-    assert steep.fit() == pytest.approx((0.0, steep.y / steep.x))
-
-
 def test_what_is_not_known_is_not_said() -> None:
     """Too few probes, signal lost in noise, values that are not finite."""
     scale = NoiseScale()
@@ -153,25 +84,26 @@ def test_what_is_not_known_is_not_said() -> None:
     for _ in range(8):
         scale.add(1.0, 2.5, 64)  # the half says that all of the whole's norm is noise
     assert scale.prompts is None
-    advisor = _empty()
-    assert advisor.advice() is None
-    assert advisor.metrics() == {}
-    assert advisor.lines() == []
 
 
-def test_lines_come_once_and_survive_a_resume() -> None:
-    """The same advice is not repeated; another number of prompts a step starts over."""
-    advisor = _advisor(2.0, 3e-5, 50.0)
-    lines = advisor.lines()
-    assert len(lines) == 1
-    assert f"rollout.prompts_per_step = {advisor.said} (now 64)" in lines[0]
-    other = _empty()
-    other.load_state_dict(advisor.state_dict())
-    assert other == advisor
-    assert other.lines() == []
-    changed = _empty(32)
-    changed.load_state_dict(advisor.state_dict())
-    assert changed == _empty(32)
+@pytest.mark.parametrize("allocation", [False, True])
+def test_it_is_in_the_setting_s_prompts_and_survives_a_resume(tmp_path: Path, allocation: bool) -> None:
+    """CPPO's allocation plans twice as many prompts as the setting says, of which each counts half."""
+    cppo = {"pruning__completion__method": "cppo", "pruning__completion__rate": 0.5, "pruning__prompt__method": "none"}
+    config = job_config(write_job_files(tmp_path), tmp_path / "run", **cppo, pruning__completion__allocation=allocation)
+    job = prepare_job(config, 1)
+    first, resumed = (Coordinator(job, packing_layout(config.actor, 1)) for _ in range(2))
+    planned, scale = config.rollout.prompts_per_step * (1 + allocation), 50.0
+    for _ in range(5):  # |G|^2 = 1 and tr(Sigma) = scale
+        whole = 1 + scale / planned
+        first.probe(math.sqrt(whole), math.sqrt(whole + (scale + 1) / planned))
+    resumed.load_state_dict(first.state_dict())
+    for coordinator in (first, resumed):
+        step = Step(1)
+        coordinator._selector.feedback = lambda cost: []  # type: ignore[method-assign]
+        assert coordinator.learn(step) == ([], "")
+        assert step.record.metrics["batch/noise_scale_prompts"] == pytest.approx(scale / (1 + allocation))
+    job.grade.close()
 
 
 def _train(files: Path, run_dir: Path, every: int) -> list[tuple[float, float, float]]:
