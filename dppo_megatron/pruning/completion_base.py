@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import CompletionPruningConfig, check_ranges, exact_rate
+from dppo_megatron.config.pruning import CompletionPruningConfig, exact_rate
 from dppo_megatron.pruning.designs import Draw
 from dppo_megatron.pruning.interface import CompletionBatch, Policy, Selection, StepCapacity, keep_all, scatter
 from dppo_megatron.types import FloatArray, Label
@@ -30,9 +30,6 @@ class CompletionPolicy(Policy):
         zero_advantage_slope: coefficient of the loss's KL (or entropy) term; above 0, completions with advantage 0
             still carry gradient and keep a positive probability.
         group_size: completions of a whole group, G; 0: unknown, so `cppo` checks its rate only when it prunes a batch.
-
-    Raises:
-        UserError: settings out of range or that contradict each other.
     """
 
     _level = "completion"
@@ -48,8 +45,6 @@ class CompletionPolicy(Policy):
         zero_advantage_slope: float = 0.0,
         group_size: int = 0,
     ) -> None:
-        check_ranges(config, "pruning.completion.")
-        self.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
         self.config: CompletionPruningConfig = config
         self.rate = self.rate_of(config)
         self.seed = seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from dppo_megatron.config.plugins import is_plugin, load_function
 from dppo_megatron.config.pruning import (
@@ -13,6 +13,7 @@ from dppo_megatron.config.pruning import (
     PromptPruningConfig,
     PruningConfig,
     check_choice,
+    check_ranges,
 )
 from dppo_megatron.pruning import completion_baselines as baselines
 from dppo_megatron.pruning.completion_base import CompletionPolicy
@@ -27,7 +28,7 @@ from dppo_megatron.pruning.prompt_baselines import (
     WeightedGresoPolicy,
 )
 from dppo_megatron.pruning.prompt_dppo import AutoPromptPolicy, DppoPromptPolicy, PaperPromptPolicy
-from dppo_megatron.types import UserError
+from dppo_megatron.types import PromptFeatures, UserError
 
 P = TypeVar("P", PromptPolicy, CompletionPolicy)
 
@@ -112,14 +113,50 @@ def check_methods(
     ]
 
 
-def make_prompt_policy(config: PromptPruningConfig, **run: Any) -> PromptPolicy:
-    """The policy of `pruning.prompt.method`, which checks the section. Arguments and errors as for `PromptPolicy`."""
-    return prompt_policy_class(config.method)(config, **run)
+def make_prompt_policy(
+    config: PromptPruningConfig,
+    *,
+    num_prompts: int,
+    completions_per_prompt: int,
+    prompts_per_step: int,
+    total_steps: int,
+    seed: int,
+    features: PromptFeatures | None = None,
+) -> PromptPolicy:
+    """The policy of `pruning.prompt.method`; checks the section (`UserError`). Arguments as for `PromptPolicy`."""
+    for name, count in (("num_prompts", num_prompts), ("completions_per_prompt", completions_per_prompt)):
+        if count < 1:
+            raise ValueError(f"{name} = {count}: must be at least 1")
+    if prompts_per_step < 1 or total_steps < 0:
+        raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
+    check_ranges(config, "pruning.prompt.")
+    cls = prompt_policy_class(config.method)
+    cls.check(config, "pruning.prompt")
+    return cls(
+        config,
+        num_prompts=num_prompts,
+        completions_per_prompt=completions_per_prompt,
+        prompts_per_step=prompts_per_step,
+        total_steps=total_steps,
+        seed=seed,
+        features=features,
+    )
 
 
-def make_completion_policy(config: CompletionPruningConfig, **run: Any) -> CompletionPolicy:
-    """The same of `pruning.completion.method`. Arguments and errors as for `CompletionPolicy`."""
-    return completion_policy_class(config.method)(config, **run)
+def make_completion_policy(
+    config: CompletionPruningConfig,
+    *,
+    seed: int,
+    total_steps: int,
+    zero_advantage_slope: float = 0.0,
+    group_size: int = 0,
+) -> CompletionPolicy:
+    """The policy of `pruning.completion.method`; checks the section (`UserError`). Arguments as `CompletionPolicy`."""
+    check_ranges(config, "pruning.completion.")
+    cls = completion_policy_class(config.method)
+    cls.check(config, "pruning.completion", group_size=group_size, minibatch_size=0)
+    slope = zero_advantage_slope
+    return cls(config, seed=seed, total_steps=total_steps, zero_advantage_slope=slope, group_size=group_size)
 
 
 def _resolve(method: str, key: str, known: dict[str, type[P]], base: type[P]) -> type[P]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dppo_megatron.config.pruning import PromptPruningConfig, check_ranges, exact_rate
+from dppo_megatron.config.pruning import PromptPruningConfig, exact_rate
 from dppo_megatron.pruning.history import PromptHistory, check_ids, check_visits
 from dppo_megatron.pruning.interface import Policy, Selection, keep_all, scatter
 from dppo_megatron.pruning.weights import weigh_by
@@ -44,9 +44,6 @@ class PromptPolicy(Policy):
         prompts_per_step: nominal prompts of a step, N.
         total_steps: length of the whole run, for annealing; a step beyond it skips nothing.
         features: what is known of each prompt before its first visit; None: nothing.
-
-    Raises:
-        UserError: settings out of range or that contradict each other; ValueError: a number of prompts below 1.
     """
 
     _level = "prompt"
@@ -64,13 +61,6 @@ class PromptPolicy(Policy):
         seed: int,
         features: PromptFeatures | None = None,
     ) -> None:
-        check_ranges(config, "pruning.prompt.")
-        self.check(config, "pruning.prompt")
-        if num_prompts < 1 or completions_per_prompt < 1:
-            counts = f"num_prompts = {num_prompts}, completions_per_prompt = {completions_per_prompt}"
-            raise ValueError(f"{counts}: must be at least 1")
-        if prompts_per_step < 1 or total_steps < 0:
-            raise ValueError(f"prompts_per_step = {prompts_per_step}, total_steps = {total_steps}: must be positive")
         self.config: PromptPruningConfig = config
         self.features = features
         self.completions_per_prompt = completions_per_prompt
