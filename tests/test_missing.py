@@ -433,6 +433,19 @@ def test_mean_rewards_count_every_group_once() -> None:
         assert decision.metrics["reward/mean"] == pytest.approx(0.5 if gone == 2 else 1.0), "or nothing is known of a"
 
 
+def test_the_standard_error_of_mean_rewards_is_that_of_groups() -> None:
+    """The textbook's s / sqrt(n) of the groups' means, and nothing for a single group."""
+    config = Config()
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 12, 3
+    for rewards in (np.random.default_rng(1).random((12, 3)), np.full((12, 3), np.nan)):
+        rewards[0] = 1.0
+        selector = Selector(selection_settings(config), 12)
+        selector.begin(1)
+        decision = selector.finish(Rollouts(rewards, np.full((12, 3), 6), np.ones((12, 3))), 1)
+        expected = rewards.mean(axis=1).std(ddof=1) / np.sqrt(12)
+        assert decision.metrics["reward/mean_se"] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
 # ------------------------------------------------------------------------------------------------------ slow prompts
 
 

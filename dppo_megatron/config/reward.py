@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from dppo_megatron.config.ranges import SECONDS, ranged
 from dppo_megatron.types import UserError
 
-_RESERVED = ("mean", "failed", "failed_count", "timeouts", "parsed_share", "boxed_share")
+_RESERVED = ("mean", "mean_se", "failed", "failed_count", "timeouts", "parsed_share", "boxed_share")
 """Metrics reward/<name> that exist already, so that no reward function can have these names."""
 
 

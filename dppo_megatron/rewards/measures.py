@@ -86,7 +86,7 @@ def grading_metrics(table: GradeTable, parts: Sequence[str] = ()) -> dict[str, f
     Means have the table's weights, as `reward/mean` has: the `parts`, which are the configured rewards, add up to it.
     """
     timeouts = sum(count for failure, count in table.failures.items() if failure.startswith("timed out"))
-    taken = ("mean", "failed_count", "timeouts")  # names of other metrics
+    taken = ("mean", "mean_se", "failed_count", "timeouts")  # names of other metrics
     facts = [name for name in (*table.facts, *FACTS) if name not in taken]
     means = {name: _mean(table.weight, table.facts.get(name)) for name in facts}
     means |= {name: _mean(table.weight, table.parts.get(name)) for name in parts}

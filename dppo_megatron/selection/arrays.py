@@ -5,6 +5,7 @@ Optimizer mini-batches are drawn independently of each other; `merge` combines t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -253,8 +254,14 @@ def reward_metrics(rollouts: Rollouts, prompts: PromptDraw, in_mean: FloatArray)
     # 1/pi, whatever estimator and cap the training weights use
     group_weight = in_mean / (prompts.size * prompts.inclusion_prob)
     weight = np.where(graded, rollouts.counted(group_weight[:, None] * np.ones(rewards.shape)), 0.0)
+    # weighted, because the generated prompts are a sample of the considered ones
+    mean = mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum()))
+    # of groups, because completions of one prompt are not independent
+    deviations = (weight * np.where(graded, rewards - mean, 0.0)).sum(axis=1)
+    groups = int(graded.any(axis=1).sum())
+    spread = math.sqrt(float(np.square(deviations).sum()) * groups / (groups - 1)) if groups > 1 else math.nan
     return {
-        # weighted, because the generated prompts are a sample of the considered ones
-        "reward/mean": mean_of_sums(float((weight * np.where(graded, rewards, 0.0)).sum()), float(weight.sum())),
+        "reward/mean": mean,
+        "reward/mean_se": mean_of_sums(spread, float(weight.sum())),
         "reward/failed_count": float(failed.sum()) - unfinished,
     }

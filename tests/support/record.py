@@ -48,7 +48,7 @@ def write_record(
         phases = {f"time/{name}_s": float(rng.random()) for name in ("rollout", "reward", "select", "prune", "update")}
         others = {f"other/metric_{number}": float(rng.random()) for number in range(80)}
         row = {
-            "step": step, "reward/mean": float(rewards.mean()), "reward/failed_count": 0.0,
+            "step": step, "reward/mean": float(rewards.mean()), "reward/mean_se": 0.02, "reward/failed_count": 0.0,
             "rollout/completion_tokens_mean": float(lengths.mean()), "rollout/truncated_count": 2.0,
             "train/grad_norm": float(rng.random()), "train/entropy": 0.5, "train/skipped_updates": float(step == 2),
             "mismatch/logprob_abs_diff_mean": 0.01, "prune/completions_generated": prompts * group,

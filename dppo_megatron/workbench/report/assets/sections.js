@@ -74,7 +74,8 @@ function evaluationChanges(run) {
 
 function learning() {
   const lead =
-    "Bars are one standard error over the problems. Drag over a plot to zoom in, double-click to zoom out.";
+    "Bands and bars are one standard error: over groups for rewards, over problems for evaluations. " +
+    "Drag over a plot to zoom in, double-click to zoom out.";
   return section("learning", "Learning", lead, grid(plotCards(LEARNING)));
 }
 

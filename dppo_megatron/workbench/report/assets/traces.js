@@ -32,7 +32,7 @@ function lines(metrics) {
   return pairs && traces.length ? [...traces, ...pairsLegend(metrics)] : traces;
 }
 
-/** A metric of a run: its line, smoothed before the line as it was. */
+/** A metric of a run: its line, with a band of its standard error, or smoothed before the line as it was. */
 function metricTraces(run, key, look) {
   const count = recorded(run, key).length;
   if (!count) return [];
@@ -40,9 +40,18 @@ function metricTraces(run, key, look) {
   const values = run.columns[key];
   const mode = count < 2 ? "markers" : "lines";
   const trace = { ...look, x, y: smoothed(values), mode, connectgaps: true, hovertemplate: "%{y:.4g}" };
-  if (!state.smooth) return [trace];
-  const line = { color: look.line.color, width: 1 };
-  return [{ x, y: values, mode: "lines", hoverinfo: "skip", showlegend: false, line, opacity: 0.22 }, trace];
+  const background = { x, mode: "lines", hoverinfo: "skip", showlegend: false };
+  if (state.smooth) return [{ ...background, y: values, line: { color: look.line.color, width: 1 }, opacity: 0.22 }, trace];
+  const errors = run.columns[`${key}_se`];
+  if (!errors) return [trace];
+  const places = placesOf(values).filter((place) => errors[place] !== null);
+  const edge = (sign) => ({
+    ...background,
+    x: pick(x, places),
+    y: places.map((place) => values[place] + sign * errors[place]),
+    line: { width: 0, color: look.line.color },
+  });
+  return [edge(-1), { ...edge(1), fill: "tonexty", fillcolor: `${look.line.color}2b` }, trace];
 }
 
 /** Entries of a legend that names runs and metrics once each, and not every pair of them. */
