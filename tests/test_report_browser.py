@@ -221,7 +221,7 @@ def test_a_comparison_is_drawn(driver: Any, tmp_path: Path) -> None:
     try:
         driver.get_log("browser")
         _open(driver, tmp_path / "report.html")
-        driver.execute_script("drawAll()")
+        driver.execute_script("charts.forEach(draw)")
         # 4 speed-ups, the ends, 5 curves, the seconds
         assert _wait(driver, "charts.length === 11 && document.querySelectorAll('.plot .main-svg').length > 20")
         empty = "charts.filter(one => !one.plot.querySelector('.trace')).map(one => one.plot.ariaLabel)"
