@@ -24,7 +24,6 @@ from dppo_megatron.rewards.math.compare import asks_order, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig, WorkLimit
 from dppo_megatron.rewards.math.extract import extract
-from dppo_megatron.rewards.math.families import same_family, same_pieces
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
 from dppo_megatron.rewards.math.special import (
@@ -158,7 +157,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
-        is_right = is_right or same_family(gold, theirs, rules) or same_pieces(gold, theirs, rules)
         if is_right and problem and _is_repeated(text, gold, theirs, problem):
             return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
