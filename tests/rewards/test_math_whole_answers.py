@@ -25,7 +25,7 @@ SAID = ["because six is right too", "by symmetry also minus five", "since six is
 CASES = [
     case(
         r"\text{Yes}",
-        [r"\text{Yes, since } 2047 = 23 \cdot 89", r"\text{Yes, because it is not prime}", r"\text{yes (by Fermat)}"],
+        [r"\text{Yes, since it is prime}", r"\text{yes (by Fermat)}"],
         [
             r"\text{Yes (maybe)}",
             r"\text{Yes, since no, wait}",
@@ -39,10 +39,10 @@ CASES = [
     ),
     case(
         r"\text{False}",
-        [r"\text{False (Weierstrass function)}", r"\text{False, since } f(0)=1", r"\text{false}"],
+        [r"\text{false}"],
         [r"\text{True (Weierstrass function)}", r"\text{False or true}", r"\text{False (true)}"],
     ),
-    case(r"\text{No}", [r"\text{No, since } 7 \text{ is prime}"], [r"\text{no solution}", r"\text{No, wait, yes}"]),
+    case(r"\text{No}", [r"\text{no}"], [r"\text{no solution}", r"\text{No, wait, yes}"]),
     case(
         r"\text{March 14}",
         [r"\text{Mar. 14}", r"\text{14 Mar}", r"\text{On March 14th}"],

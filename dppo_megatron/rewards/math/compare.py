@@ -57,7 +57,6 @@ def _asks_named(problem: str) -> bool:
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: bool(_IN_ORDER.search(problem)) or _asks_named(problem))
 _DAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday".split())  # noqa: SIM905
 _CALENDAR = {"sept": "september"} | {name[:3]: name for name in MONTHS}
-_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())  # noqa: SIM905
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -390,9 +389,6 @@ def _answers(gold: str, other: str) -> bool:
     """Whether the sentence `other` states a short reference: yes or no as its first word, or what something is."""
     first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
-        if first == f"{gold}:":  # with a reason, which may say what is not so
-            hedges = DOUBTS - _NEGATIVE | _CONDITIONS | {"sure", "certain"}
-            return hedges.isdisjoint(words) and words[-1] not in _NEGATIVE
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()

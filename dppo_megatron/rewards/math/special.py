@@ -73,13 +73,6 @@ _NAMED: dict[str, Answer] = {
     **{word: answers.Words(word) for word in ("yes", "no", "odd")},  # else they would be products of letters
 }
 _BY_NAME = regex("|".join(f"({names})" for names in _NAMED))
-# yes or no with a reason
-_REASONED = regex(
-    r"(?:\\text\{\s*)?(yes|no|true|false)[\s},.;:-]*(?:\\text\{\s*)?[,.;:]?\s*(?=\(|(?:since|because)\b)"
-    r"(?!.*(?:[,.;)]|\bis)[\s\\}]*(?:text\{\s*)?(?:and |or )?(?:yes|no)\b(?!\s+[a-z]))(?!.*\banswer)(.+)",
-    re.IGNORECASE | re.DOTALL,
-)
-
 _IS_OF_A_SET = r"[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # a clause after an answer that only states what its letters are; up to the next answer of a list
 _CLAUSE = regex(
@@ -102,7 +95,7 @@ _SAYS_NOTHING = "for some where with i an are and in of \\in number value consta
 _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 
 
-def read_special(text: str, depth: int) -> Answer | None:
+def read_special(text: str, _depth: int) -> Answer | None:
     """The answer, if it has a special form; else None."""
     plain = plain_words(text)
     for pattern, spelled in _SPELLED.items() if "!" not in text and (" " in plain or "|" in plain) else ():
@@ -110,9 +103,6 @@ def read_special(text: str, depth: int) -> Answer | None:
             text = plain = found.expand(spelled)
     if named := _BY_NAME.fullmatch(plain):
         return [*_NAMED.values()][(named.lastindex or 0) - 1]
-    if depth == 0 and (reasoned := _REASONED.fullmatch(text)):
-        reason = plain_words(re.sub("[{}]", " ", bare(reasoned[2])))
-        return answers.Words(f"{reasoned[1].lower()}: {reason}")
     if "\\mathbb" in text and (match := _HALF_LINE.fullmatch(text)):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     if ("_" in text or "base" in text) and (match := _BASED.fullmatch(bare(text)) or _BASED_WORDS.fullmatch(text)):
