@@ -142,9 +142,9 @@ CASES = [
         case(rf"{letter}\text{{-{word}}}", [rf"\text{{{letter}-{word}}}"], [rf"\text{{-{letter}-{word}}}"])
         for letter, word in (("y", "coordinate"), ("n", "gon"), ("3", "digit"), ("4", "sided polygon"))
     ),
-    case("Type-2", ["Type 2", r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
-    case("Team A-3", [r"\text{Team A 3}"], ["Team A 4"]),
-    case(r"\text{3-4-5 triangle}", ["3 4 5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
+    case("Type-2", [r"\text{Type-2}"], [r"\text{Type -2}", "Type 3"]),
+    case("Team A-3", [r"\text{Team A-3}"], ["Team A 4"]),
+    case(r"\text{3-4-5 triangle}", ["3-4-5 triangle"], [r"\text{3-5-4 triangle}", r"\text{345 triangle}"]),
     case(r"\text{slope is pi}", [], [r"\text{slope is - pi}", r"\text{slope is -pi}"]),
     case(r"\text{between 2 and 3}", [], ["between 2 and-3", "between 2 and -3"]),
     case("self - inverse", ["self-inverse"], ["inverse"]),

@@ -18,11 +18,7 @@ from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 _UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
-_HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
-_NUMBERED = regex(
-    r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
-)
-_RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
+_HYPHEN = regex(r"(?<=\w) ?-(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
 _EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z|_\\?(?:min|max)\Z")
@@ -357,11 +353,7 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
-    """A tuple, or [1, 2], as a matrix of one row or column, whichever `like` is; other answers as they are."""
-    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
-        (piece,) = answer.pieces
-        if piece.low_closed and piece.high_closed:
-            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
+    """A tuple as a matrix of one row or column, whichever `like` is; other answers as they are."""
     if not isinstance(answer, AnswerList) or answer.kind != "tuple":
         return answer
     rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)
@@ -376,13 +368,12 @@ def _words(gold: Any, other: Any, rules: Rules) -> bool:
 
 def _folded(text: str) -> str:
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
-    text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
-    text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
+    text = _HYPHEN.sub(" ", text)
     words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
     if [len(names.intersection(words)) for names in (MONTHS, _DAYS)] in ([0, 1], [1, 0], [1, 1]):  # on the 12th of May
         kept = (word for word in words if word not in ("of", "on", "in"))
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
-    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
+    return re.sub(r"(?<!\d) (?!-)|(?<=\d) (?!\d)", "", " ".join(words))
 
 
 def _answers(gold: str, other: str) -> bool:
