@@ -243,7 +243,7 @@ CASES = [
         right=["[[1,2],[3,4]]", "[[1, 2], [3, 4]]", "[1,2;3,4]"],
         wrong=["[[1,3],[2,4]]", "[1,2,3,4]"],
     ),
-    case(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", right=["[[1],[2]]", "[1,2]"], wrong=["[[2],[1]]", "(1,2]"]),
+    case(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", right=["[[1],[2]]"], wrong=["[[2],[1]]", "(1,2]"]),
     # systems as arrays, whose brace has no partner
     case(
         r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.",

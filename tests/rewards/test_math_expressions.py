@@ -128,7 +128,7 @@ CASES = [
     # the constant of an antiderivative
     case(
         r"\frac{x^3}{3}+C",
-        right=[r"\frac{x^3}{3}+c", r"c+\frac13x^3", r"\frac{x^3}{3}+K", r"\frac{x^3}{3}+\text{constant}"],
+        right=[r"\frac{x^3}{3}+c", r"c+\frac13x^3", r"\frac{x^3}{3}+K"],
         wrong=[r"\frac{x^3}{3}", r"\frac{x^3}{3}-c", r"\frac{x^3}{3}+cx", r"\frac{x^3}{3}+C+c", r"\frac{x^3}{3}+d"],
     ),
     case("y=x^2+C", right=["y=x^2+c"], wrong=["y=x^2"]),

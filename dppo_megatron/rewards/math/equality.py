@@ -124,7 +124,7 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     numbers = drawn(f"whole {names}")
     points: list[Point] = [dict.fromkeys(names, Fraction(both)) for both in range(1, 13)]
     orders = [*enumerate([*itertools.permutations(names)] * 4)]
-    most = next((most for most in (500, 250, 120, 60) if not sums or _fits(gold, other, names, most, work)), 40)
+    most = 40 if sums else 500  # a sum of n binomials can be carried out at n = 300, and not at 450
     start = sorted(numbers.sample(range(max(13, most // 4), most - len(orders)), len(names)))
     points += [{name: Fraction(at + turn) for name, at in zip(order, start, strict=True)} for turn, order in orders]
     num_near = len(points)
@@ -146,19 +146,6 @@ def _same_wholes(gold: Node, other: Node, names: Sequence[str], work: WorkLimit)
     if "equal" not in outcomes[12:num_near] or "too big" in outcomes[12:num_near]:
         return None
     return outcomes.count("equal") >= 4 * _ENOUGH or None
-
-
-def _fits(gold: Node, other: Node, names: Sequence[str], most: int, work: WorkLimit) -> bool:
-    """Whether sums can be carried out for numbers up to `most`, at four points for every order of the letters: else
-    the secret would decide, as that of n binomials can be at n = 300 and not at 450."""
-    for large in dict.fromkeys([tuple(names), *((name,) for name in names)]):
-        part = WorkLimit(allowed := work.left // (4 * math.factorial(len(names))))
-        point = dict.fromkeys(names, Fraction(most // 4)) | dict.fromkeys(large, Fraction(most))
-        outcome = _at(gold, other, point, part)
-        work.left -= allowed - part.left
-        if outcome == "too big":
-            return False
-    return True
 
 
 def _has_period(node: Node) -> bool:

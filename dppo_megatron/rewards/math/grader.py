@@ -24,11 +24,9 @@ from dppo_megatron.rewards.math.compare import asks_order, equal, letters
 from dppo_megatron.rewards.math.equality import Rules
 from dppo_megatron.rewards.math.evaluate import TooBig, WorkLimit
 from dppo_megatron.rewards.math.extract import extract
-from dppo_megatron.rewards.math.families import same_family, same_pieces
 from dppo_megatron.rewards.math.number_sets import as_spans, whole_members
 from dppo_megatron.rewards.math.read import UNDONE, read_answer
 from dppo_megatron.rewards.math.special import (
-    EVERY_WHOLE,
     bare,
     plain_words,
     whole_letters,
@@ -143,11 +141,9 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     if stated := _CHOICE_WITH_VALUE.fullmatch(bare(reference).strip()):
         reference = stated["value"]
-    other = other if "=" in reference else _without_asked(other, problem)
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
-        theirs = EVERY_WHOLE if re.fullmatch(r"[i-q] (?:\\ge 1|> 0)", plain) else theirs
     if isinstance(gold, Named) and isinstance(theirs, Words):  # `odd` for `n is odd`
         theirs = _read(f"{gold.name} is {theirs.text}")[0] or theirs
     if gold is not None and theirs is not None:
@@ -158,7 +154,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
-        is_right = is_right or same_family(gold, theirs, rules) or same_pieces(gold, theirs, rules)
         if is_right and problem and _is_repeated(text, gold, theirs, problem):
             return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
@@ -168,16 +163,6 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return None, "words" if theirs is None else "the reference is not understood"
     undone = UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
-
-
-def _without_asked(text: str, problem: str) -> str:
-    """4 for AD^2 = 4, if the problem asks to find AD^2; other texts as they are."""
-    left, sign, rest = text.partition("=")
-    if not problem or not sign or not 2 < len(left.strip()) < 80 or re.search(r"[<>,]|\\[lgn]e", left):
-        return text
-    asked = re.escape(one_spelling(left.strip()))
-    asks = rf"(?i:\b(?:find|compute|determine|calculate|evaluate|of|for|is|are))[\s;]*{asked}(?=[\s;.?,:]|\Z)"
-    return rest.strip() if re.search(asks, one_spelling(_FORMULA.sub(" ; ", problem))) else text
 
 
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:

@@ -55,7 +55,7 @@ for _index, _word in enumerate(["even", "odd"]):
 for _sign, _word in {">": "positive", "<": "negative", r"\\ge": "non-?negative", r"\\le": "non-?positive"}.items():
     _pattern = regex(rf"(?:all )?(?:the )?{_word} (?:real |number)+s|([a-z]) is {_word}")
     _SPELLED[_pattern] = rf"\1\\mathbb{{R}}_{{{_sign}0}}"
-EVERY_WHOLE = answers.Words("every positive integer")
+_NATURAL = answers.Words("every positive integer")
 EVERY_REAL = (answers.Piece(("-", answers.INFINITY), False, answers.INFINITY, False),)
 # whole answers in words or by a sign; nouns that do not change what they mean
 _NONE = r"no (?:such [a-z]+(?: [a-z]+)?|(?:real |possible |valid )?(?:solution|root|value|answer)s?)(?: exists?)?"
@@ -67,19 +67,12 @@ _NAMED: dict[str, Answer] = {
     rf"\\emptyset|\\\{{ ?\\\}}|(?:the )?empty set|none|(?:there (?:is|are|exists?) )?{_NONE}": answers.Intervals(()),
     rf"\\mathbb\{{r\}}|{_EACH} reals?(?: numbers?)?(?: [a-z])?": answers.Intervals(EVERY_REAL),
     rf"(?:there (?:are|exist) )?infinitely many{_MANY}|infinite|infinity": Value(answers.INFINITY),
-    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": EVERY_WHOLE,
+    rf"\\mathbb\{{(?:n\}}|z\}} ?\^ ?\{{?\+\}}?)|{_EACH} (?:positive integer|natural number)s?(?: [i-q])?": _NATURAL,
     rf"\\mathbb\{{z\}}|{_EACH} integers?(?: [i-q])?": answers.Words("every integer"),
     "does not exist|dne|d n e": answers.Words("does not exist"),
     **{word: answers.Words(word) for word in ("yes", "no", "odd")},  # else they would be products of letters
 }
 _BY_NAME = regex("|".join(f"({names})" for names in _NAMED))
-# yes or no with a reason
-_REASONED = regex(
-    r"(?:\\text\{\s*)?(yes|no|true|false)[\s},.;:-]*(?:\\text\{\s*)?[,.;:]?\s*(?=\(|(?:since|because)\b)"
-    r"(?!.*(?:[,.;)]|\bis)[\s\\}]*(?:text\{\s*)?(?:and |or )?(?:yes|no)\b(?!\s+[a-z]))(?!.*\banswer)(.+)",
-    re.IGNORECASE | re.DOTALL,
-)
-
 _IS_OF_A_SET = r"[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\\in\s*\\mathbb\{\s*[ZNRQ]\s*\}\s*(?:[\^_]\s*\{?\s*[*+]\s*\}?\s*)?"
 # a clause after an answer that only states what its letters are; up to the next answer of a list
 _CLAUSE = regex(
@@ -102,7 +95,7 @@ _SAYS_NOTHING = "for some where with i an are and in of \\in number value consta
 _NEUTRAL = _EVERY | frozenset(_SAYS_NOTHING.split())
 
 
-def read_special(text: str, depth: int) -> Answer | None:
+def read_special(text: str, _depth: int) -> Answer | None:
     """The answer, if it has a special form; else None."""
     plain = plain_words(text)
     for pattern, spelled in _SPELLED.items() if "!" not in text and (" " in plain or "|" in plain) else ():
@@ -110,9 +103,6 @@ def read_special(text: str, depth: int) -> Answer | None:
             text = plain = found.expand(spelled)
     if named := _BY_NAME.fullmatch(plain):
         return [*_NAMED.values()][(named.lastindex or 0) - 1]
-    if depth == 0 and (reasoned := _REASONED.fullmatch(text)):
-        reason = plain_words(re.sub("[{}]", " ", bare(reasoned[2])))
-        return answers.Words(f"{reasoned[1].lower()}: {reason}")
     if "\\mathbb" in text and (match := _HALF_LINE.fullmatch(text)):
         return half_line(match[1], match[3] or ("<" if match[2] == "-" else ">"), ("n", Fraction(0)))
     if ("_" in text or "base" in text) and (match := _BASED.fullmatch(bare(text)) or _BASED_WORDS.fullmatch(text)):

@@ -25,7 +25,6 @@ _DECIMAL = regex(
     re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 
 _BELOW_100 = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -33,21 +32,17 @@ _BELOW_100 = (
 )
 SMALL = dict(zip(_BELOW_100.split(), (*range(20), *range(20, 100, 10)), strict=True))
 MULTIPLIERS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth"
-_DENOMINATORS = dict(zip(_PARTS.split(), (2, 2, 3, 4, 4, 5, 6, 7, 8, 9, 10), strict=True))
-_WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS, 'and', 'an?', *(f'{part}s?' for part in _DENOMINATORS)))})"
+_WORD = rf"(?:{'|'.join((*SMALL, *MULTIPLIERS, 'and', 'an?'))})"
 _RUN = regex(rf"(?<![\w\\-])(?=[a-z])(?:(?:minus|negative) +)?{_WORD}(?:(?:-| +){_WORD})*(?![\w-])", re.IGNORECASE)
 _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50."""
+    """The exact value of a decimal: 7, -1,234.50, .5, 1 000."""
     if not text or text[0] not in "+-.0123456789" or len(text) > MAX_DIGITS:
         return None
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
-    elif _DOTTED.fullmatch(text):
-        text = text.replace(".", "").replace(",", ".")
     return decimal(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
 
 
@@ -76,16 +71,7 @@ def read_number_words(text: str) -> Fraction | None:
     if words[0] in ("minus", "negative"):
         value = read_number_words(" ".join(words[1:]))
         return None if value is None else -value
-    below = _DENOMINATORS.get(words[-1].removesuffix("s"))
-    if below is None:
-        return _whole(words)
-    before, _, above = " ".join(words[:-1]).rpartition("and ")
-    parts = Fraction(1) if above in ("a", "an") or words == ["half"] else _whole(above.split())
-    rest = _whole(before.split()) if before else Fraction(0)
-    # `one third` and `two thirds`, but not `twenty fourth`: an ordinal after tens is a date or a rank
-    if parts is None or rest is None or (rest and parts >= below) or (parts > 1) != words[-1].endswith("s"):
-        return None
-    return rest + parts / below
+    return _whole(words)
 
 
 def _whole(words: Sequence[str]) -> Fraction | None:
@@ -171,7 +157,8 @@ _MONTHS = "january february march april may june july august september october n
 MONTHS = frozenset(_MONTHS.split())
 _CHANGES_MEANING = DOUBTS | MONTHS | frozenset(_MODIFIERS.split())
 _RARE = ("lakh", "crore", "score", "gross", "myriad")
-_NUMBERS = frozenset({*SMALL, *MULTIPLIERS, *_DENOMINATORS, *_RARE, *_PREFIXES.split()[1::3]})
+_PARTS = "half halve third quarter fourth fifth sixth seventh eighth ninth tenth".split()  # noqa: SIM905
+_NUMBERS = frozenset({*SMALL, *MULTIPLIERS, *_PARTS, *_RARE, *_PREFIXES.split()[1::3]})
 _EXPONENT = r"(?:\s*\^\s*-?\s*\d(?!\d))?"
 _WORDS = regex(rf"[a-z]+{_EXPONENT}(?:[\s*,.'()-]+[a-z]+{_EXPONENT})*")
 _NEAR = (
@@ -241,9 +228,8 @@ def read_unit(words: str) -> Unit | None:
     if not _WORDS.fullmatch(words) or not len(words) > 1 or len(found) > 6 or any(map(changes, found)):
         return None
     for end in range(len(found) - 1, 0, -1):  # `miles away`, `square feet of carpet`; but kg m is a unit of its own
-        beside = [word for word in found[end:] if (len(word) < 3 and word != "of") or word in _table()]
-        is_alone = not beside and found[0] != "in" and words.replace(" ", "").isalpha()
         is_noun = found[end] in _BESIDE or any(map(_COUNTED.fullmatch, found[end:]))
+        is_alone = found[0] != "in" and _table().keys().isdisjoint(found[end:])
         if is_alone and is_noun and (first := _known(" ".join(found[:end])))[0]:
             return Unit(words, *first)
     is_counted = any(map(_COUNTED.fullmatch, found)) and all(len(word) > 1 for word in found)
@@ -259,17 +245,13 @@ def changes(word: str) -> bool:
 
 def compatible(gold: Unit, other: Unit) -> bool:
     """Whether both may measure the same thing: known units of one dimension, or unknown ones that share a word (`red
-    marbles` and `marbles`), where numbers, ways and the like are alike. `units` may be lengths, or anything without a
-    known unit; `per person` alone may be of any unit."""
-    one, two = gold.dimension, other.dimension
-    for generic, known in ((one, two), (two, one)):
-        if generic.startswith("unit"):
-            return known in ("", generic, generic.replace("unit", "length"))
+    marbles` and `marbles`), where numbers, ways and the like are alike. `per
+    person` alone may be of any unit."""
     if gold.words.startswith("per ") or other.words.startswith("per "):
         per = [words.rpartition("per ")[2] for words in (gold.words, other.words) if "per " in words]
         return per[0] == per[-1]
-    if one or two:
-        return one == two
+    if gold.dimension or other.dimension:
+        return gold.dimension == other.dimension
     things = []
     for words in (gold.words, other.words):
         parts = [] if re.search(r" per |\^|square|cubic", words) else re.findall("[a-z]{4,}", words)
