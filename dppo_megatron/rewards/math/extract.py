@@ -33,9 +33,14 @@ _CONNECTOR = regex(
     r"(?:\s*[A-Za-z](?:_\{?\w\}?)?\s*=)?|[^\w\\]*"
 )
 _FILLER = regex(r"\\(?:quad|qquad|[()\[\],;: ])|[\s$&]+")
+_OFFERS = regex(  # between two boxes: the second is no correction of the first, but another guess
+    r"\b(?:or (?:maybe|perhaps|possibly)|it (?:could|may|might) be|alternative (?:answer|reading)|answer 2)\b",
+    re.IGNORECASE,
+)
 _HASHES = regex(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _STATED = regex(
-    r"(?:\b(?:answer|correct (?:option|choice))(?:\*\*)?(?: is\b\s*:?|\s*[:=])|^A:)(?:\*\*|\s*\})?\s*",
+    r"(?:\b(?:answer|correct (?:option|choice))(?:(?:\*\*)?(?: is\b\s*:?|\s*[:=])|[*\s]*\n\s*(?=\$|\\[\[(]))|^A:"
+    r"|答案(?:\*\*)?(?:是|为|[:\uff1a]))(?:\*\*|\s*\})?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 _FORMULA = regex(
@@ -43,7 +48,7 @@ _FORMULA = regex(
     r"(?P<unit>(?:\s*%|\s+[a-z]+)?(?=[.\s]|\Z))?",
     re.DOTALL,
 )
-_STATED_TAIL = regex(r"[.\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
+_STATED_TAIL = regex(r"[.\u3002\s$*]*(?:I hope it is correct|hope it is correct)?[.\s$*]*", re.IGNORECASE)
 _END_OF_TURN = regex(r"(?:\s*+<\|\w{1,20}\|>\s*+(?:user|assistant)?)++\s*\Z")
 _CONCLUSION = regex(
     r"(?:\A|(?<=\s))(?:So|Thus|Hence|Therefore), the [^.?!\n]{1,150} (?:is|are|equals) "
@@ -127,6 +132,10 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
         if len(between) > 80 or not _CONNECTOR.fullmatch(_FILLER.sub(" ", between).strip()):
             break
         start -= 1
+    if start and _OFFERS.search(text, boxes[start - 1][2], boxes[start][0]):
+        first, last = (text[content:end].strip() for _, content, end in (boxes[start - 1], boxes[-1]))
+        if first != last:
+            return Extraction((), why="several answers are offered")
     parts: list[str] = []
     for mark, content, end in boxes[start:]:
         inside = _BOX.sub("", text[content:end])  # boxes inside a box mean nothing

@@ -51,6 +51,7 @@ _CHOICE_WITH_VALUE = regex(  # as NuminaMath has them: \textbf{(C)}\ 15
 )
 _SIGNS = regex(r"\\[A-Za-z]+|[\W_]")  # all but the letters and digits, which are the same in any spelling
 _FORMULA = regex(r"(?<!\\)\$+|\\[()\[\]]")  # where one begins or ends
+_ASKING = "find|compute|determine|calculate|evaluate|express|expand|simplify"
 _OFFERED = regex(r"[(\s{;][A-J][).:}\s;]*\Z")
 _REWRITE = regex(  # in a problem whose formulas begin and end with ;
     r"(?:\b(?i:express|write|convert|factor|round|change|simplify)(?: the| number| decimal| fraction| following)*"
@@ -141,6 +142,7 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return chosen, "choices"
     if stated := _CHOICE_WITH_VALUE.fullmatch(bare(reference).strip()):
         reference = stated["value"]
+    other = other if "=" in reference else _without_asked(other, problem)
     gold, theirs, unread = _read_both(reference, other)
     if isinstance(gold, Words) and not isinstance(theirs, Words):  # `odd` without \\text was read as a product
         theirs = Words(plain) if re.fullmatch(r"[a-z0-9.:' -]+", plain := plain_words(other)) else theirs
@@ -154,6 +156,10 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
+        if isinstance(gold, answers.Value) and isinstance(
+            theirs, answers.Relation
+        ):  # 2(x + 1) = 2x + 2 states its last
+            text, theirs = text.rpartition("=")[2], answers.Value(theirs.sides[-1])
         if is_right and problem and _is_repeated(text, gold, theirs, problem):
             return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
@@ -163,6 +169,16 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         return None, "words" if theirs is None else "the reference is not understood"
     undone = UNDONE.search(other)
     return None, f"not carried out: {undone.group()}" if undone else f"not understood: {unread}"
+
+
+def _without_asked(text: str, problem: str) -> str:
+    """4 for AD^2 = 4, if the problem asks to find AD^2; other texts as they are."""
+    left, sign, rest = text.partition("=")
+    if not problem or not sign or not 2 < len(left.strip()) < 80 or re.search(r"[<>,]|\\[lgn]e", left):
+        return text
+    asked = re.escape(one_spelling(left.strip()))
+    asks = rf"(?i:\b(?:{_ASKING}|of|for|is|are))[\s;]*{asked}(?=[\s;.?,:]|\Z)"
+    return rest.strip() if re.search(asks, one_spelling(_FORMULA.sub(" ; ", problem))) else text
 
 
 def _read_both(reference: str, other: str) -> tuple[Answer | None, Answer | None, str]:

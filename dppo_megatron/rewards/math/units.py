@@ -25,6 +25,7 @@ _DECIMAL = regex(
     re.ASCII,
 )
 _SPACED = regex(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
+_DOTTED = regex(r"[+-]?[1-9]\d{0,2}(?:(?:\.\d{3}){2,}|(?:\.\d{3})+,\d+)", re.ASCII)
 
 _BELOW_100 = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -38,11 +39,13 @@ _GOES_ON = regex(r"\s*[\[(\\^_\d]|\s+(?:first|second)\b", re.IGNORECASE)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a decimal: 7, -1,234.50, .5, 1 000."""
+    """The exact value of a decimal: 7, -1,234.50, .5, 1 000, 1.234,50."""
     if not text or text[0] not in "+-.0123456789" or len(text) > MAX_DIGITS:
         return None
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
+    elif _DOTTED.fullmatch(text):
+        text = text.replace(".", "").replace(",", ".")
     return decimal(text.replace(",", "").rstrip(".")) if _PLAIN.fullmatch(text) else None
 
 
