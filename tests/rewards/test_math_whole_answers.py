@@ -98,6 +98,13 @@ CASES = [
     ),
     case("4", [], ["AD = 4^2", "AD^2 = 5 = 4"], {"problem": "Find the value of $AD^2.$"}),
     case("4", ["AD = 4"], ["AD^2 = 4"], {"problem": "Let $AD^2 = x$. Find $AD$."}),
+    case("4", ["AD^2 = 4"], ["AD^2 = 5"], {"problem": "Find $AD^2.$"}),
+    case(r"3a+2b", [r"\log 72 = 3a+2b"], [r"\log 72 = 2a+3b"], {"problem": r"With $a=\log 2$, express $\log 72$."}),
+    case("x^3-3x^2+3x-1", ["(x-1)^3 = x^3-3x^2+3x-1"], ["(x-1)^3 = (x-1)^3"], {"problem": "Expand $(x-1)^3$."}),
+    case(
+        r"\frac{n}{n+1}", [r"1-\frac{1}{n+1} = \frac{n}{n+1}"], [r"1-\frac{1}{n} = \frac{n}{n+1}", r"x = 3 = n/(n+1)"]
+    ),
+    case("55", [r"\binom{11}{2} = 55"], [r"\binom{11}{2} = \binom{11}{2}"], {"problem": r"Compute $\binom{11}{2}$."}),
     case(r"\frac13", [r"\text{P(red)} = \frac26 = \frac13"], [r"\text{P(red)} = \frac25 = \frac13"]),
     case("100p^{1/2}", ["y^s(p) = 100p^{1/2}"], ["y^s(p) = 100p"]),
     case("100", [r"100 \text{ pc}", r"100\text{ parsecs}"], [r"100 \text{ light-years}", r"100\text{ leagues}"], FAR),

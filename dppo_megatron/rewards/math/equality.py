@@ -398,8 +398,10 @@ def _with_constants(gold: Node, other: Node, work: WorkLimit) -> Iterator[Mappin
         none, constant = ("n", Fraction(0)), ("s", "C")
         start, other_start = substituted(gold, {"C": none}), substituted(other, {name: none})
         difference: Node = ("+", start, ("-", other_start))
-        elsewhere = substituted(difference, {name: ("s", f"{name}'") for name in symbols(difference) - _GIVEN})
-        if same(gold, ("+", start, constant), work) and same(difference, elsewhere, work):
+        # between two places, so that only the reference's logarithms decide where
+        elsewhere: dict[str, Node] = {name: ("s", f"{name}'") for name in symbols(difference) - _GIVEN}
+        ours_grows, theirs_grows = (("+", side, ("-", substituted(side, elsewhere))) for side in (start, other_start))
+        if same(gold, ("+", start, constant), work) and same(ours_grows, theirs_grows, work):
             yield {name: ("+", constant, difference)}
         elif any(part[0] == "^" and symbols(part[2]) for part in walk(gold)):  # in C x and k x, C and k may be given
             yield {name: constant}

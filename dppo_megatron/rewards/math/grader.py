@@ -156,10 +156,9 @@ def _decide(answer: str, text: str, row: Mapping[str, Any]) -> tuple[bool | None
         elif row.get("multiple") is True and isinstance(gold, AnswerList) and isinstance(theirs, AnswerList):
             lists = AnswerList("list", gold.items), AnswerList("list", theirs.items)
             is_right = is_right or equal(*lists, rules)
-        if isinstance(gold, answers.Value) and isinstance(
-            theirs, answers.Relation
-        ):  # 2(x + 1) = 2x + 2 states its last
-            text, theirs = text.rpartition("=")[2], answers.Value(theirs.sides[-1])
+        if isinstance(gold, answers.Value):  # 2(x + 1) = 2x + 2 states its last side
+            text = text.rpartition("=")[2]
+            theirs = answers.Value(theirs.sides[-1]) if isinstance(theirs, answers.Relation) else theirs
         if is_right and problem and _is_repeated(text, gold, theirs, problem):
             return False, "repeats the problem"
         if is_right or not rules.work.has_doubt:
