@@ -14,7 +14,7 @@ from dppo_megatron.rewards.math import answers, regex
 from dppo_megatron.rewards.math.answers import Answer, AnswerList, Named, Node, Value, substituted, symbols
 from dppo_megatron.rewards.math.equality import Rules, equal_nodes, equal_values, same
 from dppo_megatron.rewards.math.evaluate import WorkLimit, rational
-from dppo_megatron.rewards.math.number_sets import as_spans, normal
+from dppo_megatron.rewards.math.number_sets import as_spans, half_lines, normal
 from dppo_megatron.rewards.math.units import DOUBTS, MONTHS
 
 _UNIT_VECTORS = {"hat:i", "hat:j", "hat:k"}
@@ -333,6 +333,9 @@ def _matched(gold: Sequence[Answer], other: Sequence[Answer], rules: Rules, is_s
 
 
 def _spans(gold: Answer, other: Answer, rules: Rules) -> bool:
+    if isinstance(gold, answers.Relation) or isinstance(other, answers.Relation):
+        pairs = itertools.product(half_lines(gold), half_lines(other))
+        return any(_spans(one, two, rules) for one, two in pairs)
     left, right = as_spans(gold), as_spans(other)
     if left is None or right is None or isinstance(gold, Value) or isinstance(other, Value):
         return False

@@ -68,6 +68,17 @@ def half_line(name: str, op: str, bound: Node) -> answers.Intervals:
     return answers.Intervals(pieces, name)
 
 
+def half_lines(answer: Answer) -> list[Answer]:
+    """The sets that an inequality may be: x < a of x, a < b of a or of b; none for x < y, which is a half-plane. Other
+    answers as they are."""
+    if not isinstance(answer, answers.Relation):
+        return [answer]
+    one, op, two = answer.sides[0], answer.ops[0], answer.sides[-1]
+    turned = answers.TURNED.get(op, op)
+    read = [] if op == "=" or len(answer.ops) > 1 else [(one, op, two), (two, turned, one)]
+    return [half_line(a[1], op, b) for a, op, b in read if a[0] == "s" and symbols(b).isdisjoint((a[1], *"xyz"))]
+
+
 def as_spans(answer: Answer | None) -> answers.Intervals | None:
     """The answer as a set of real numbers, if it can be one: a pair as an open interval, numbers as points."""
     if isinstance(answer, answers.Named):
