@@ -177,11 +177,12 @@ class Run:
             state = load_checkpoint(self._origin.directory, self.loop.actor)
         try:
             self.loop.load_state_dict(state["loop"], state["step"])
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise on_every_rank(
                 UserError(
                     f"{self._origin.directory}: was written by another version of dppo_megatron or of your own policy,"
-                    f" or with other problems: {error}; resume with the same, or start a new run in another run_dir"
+                    f" or with other problems: {what}; resume with the same, or start a new run in another run_dir"
                 )
             ) from None
         self._load_engine()

@@ -382,6 +382,13 @@ def test_no_argument_changes_address_model_or_key(cases: Choose) -> None:
         assert not any(part and part in str(refused.value) for part in [given[0].partition("=")[2], *given[1:]])
 
 
+def test_no_connector_may_keep_prefixes_of_former_weights() -> None:
+    """/pause and /reset_prefix_cache reach only connectors with a `reset_cache`: LMCache's, for one, has none."""
+    connector = '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'
+    with pytest.raises(UserError, match="has --kv-transfer-config"):
+        check_rollout(_with_arguments(["--kv-transfer-config", connector]))
+
+
 def _with_arguments(arguments: list[str]) -> Any:
     return rollout_config({"engine": "vllm", "servers.launch": "local", "servers.args": arguments})
 

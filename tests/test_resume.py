@@ -33,6 +33,7 @@ from dppo_megatron.observe import watchdog
 from dppo_megatron.observe.run_directory import RunDirectory
 from dppo_megatron.pruning.prompt_score import FittedScore
 from dppo_megatron.run import Run, Stopped
+from dppo_megatron.steps.coordinator import Coordinator
 from dppo_megatron.steps.loop import Loop
 from dppo_megatron.train import train
 from dppo_megatron.types import RunAborted, UserError
@@ -556,6 +557,29 @@ def test_state_of_another_version_is_refused(files: Path, tmp_path: Path) -> Non
     (said,) = run_ranks(go, 1, 2, "")
     assert "step_000001: was written by another version of dppo_megatron" in said
     assert "missing keys ['tokens']" in said and "\n" not in said
+
+
+def test_a_state_without_a_part_of_the_trainers_own_is_refused(files: Path, tmp_path: Path) -> None:
+    """Not only a policy's: a part of the loop that an earlier version did not have."""
+
+    def go(steps: int, lacks: str) -> str:
+        whole = Coordinator.state_dict
+        with pytest.MonkeyPatch.context() as patch:
+            if lacks:
+                kept = lambda self: {key: value for key, value in whole(self).items() if key != lacks}  # noqa: E731
+                patch.setattr(Coordinator, "state_dict", kept)
+            values = SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}
+            try:
+                with Run(prepare_job(job_config(files, tmp_path / "run", **values), 1)) as run:
+                    train(run)
+            except UserError as error:
+                return str(error)
+        return ""
+
+    assert run_ranks(go, 1, 1, "noise") == [""]
+    (said,) = run_ranks(go, 1, 2, "")
+    assert "step_000001: was written by another version of dppo_megatron" in said
+    assert "it lacks 'noise'" in said and "\n" not in said
 
 
 def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:

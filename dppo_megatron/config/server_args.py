@@ -21,6 +21,7 @@ OWN_OPTIONS = (
     *("--master-port", "--dist-init-addr", "--nccl-init-addr", "--data-parallel-address", "-dpa", "--model"),
     *("--model-path", "--served-model-name", "--weight-transfer-config", "--tokenizer-worker-num", "--middleware"),
     *("--worker-cls", "--worker-extension-cls", "--scheduler-cls", "--logits-processors", "--custom-weight-loader"),
+    "--kv-transfer-config",  # most connectors keep prefixes of former weights: vLLM's reset reaches only its own
 )
 """With another value the trainer could not reach the server, send it weights, or believe its probabilities."""
 DRAFT_OPTIONS = (

@@ -41,7 +41,8 @@ function metricTraces(run, key, look) {
   const mode = count < 2 ? "markers" : "lines";
   const trace = { ...look, x, y: smoothed(values), mode, connectgaps: true, hovertemplate: "%{y:.4g}" };
   const background = { x, mode: "lines", hoverinfo: "skip", showlegend: false };
-  if (state.smooth) return [{ ...background, y: values, line: { color: look.line.color, width: 1 }, opacity: 0.22 }, trace];
+  const thin = { color: look.line.color, width: 1 };
+  if (state.smooth) return [{ ...background, y: values, line: thin, opacity: 0.22 }, trace];
   const errors = run.columns[`${key}_se`];
   if (!errors) return [trace];
   const places = placesOf(values).filter((place) => errors[place] !== null);
