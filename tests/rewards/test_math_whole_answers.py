@@ -104,6 +104,8 @@ CASES = [
     case(
         r"\frac{n}{n+1}", [r"1-\frac{1}{n+1} = \frac{n}{n+1}"], [r"1-\frac{1}{n} = \frac{n}{n+1}", r"x = 3 = n/(n+1)"]
     ),
+    case(r"\frac{1}{\lambda}", [r"E[X] = \frac1\lambda"], [r"E[X] = \lambda"]),
+    case("0", ["x = 0"], ["x + y = 0"]),
     case("55", [r"\binom{11}{2} = 55"], [r"\binom{11}{2} = \binom{11}{2}"], {"problem": r"Compute $\binom{11}{2}$."}),
     case(r"\frac13", [r"\text{P(red)} = \frac26 = \frac13"], [r"\text{P(red)} = \frac25 = \frac13"]),
     case("100p^{1/2}", ["y^s(p) = 100p^{1/2}"], ["y^s(p) = 100p"]),
@@ -280,3 +282,21 @@ def test_named_letters_are_in_the_order_that_is_asked(cases: Choose) -> None:
             pairs = [f"{name} = {value}" for name, value in zip(names, order, strict=True)]
             drawn.shuffle(pairs)
             assert reward(", ".join(pairs), ", ".join(values), problem) == float([*order] == values), (problem, pairs)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "reward"),
+    [
+        (r"Either $2x-1=5$, so $\boxed{x=3}$, or $2x-1=-5$, so $\boxed{x=-2}$.", "3,-2", 1),
+        (r"So $x=\boxed{2}$. Substituting back, $y=5-2=\boxed{3}$.", "2, 3", 1),
+        (r"So $x=\boxed{2}$. Then again $\boxed{2}$, and $y=5-2=\boxed{3}$.", "2, 3", 1),
+        (r"So $x=\boxed{2}$. Substituting back, $y=5-2=\boxed{3}$.", "3", 1),
+        (r"So $x=\boxed{2}$. Substituting back, $y=5-2=\boxed{3}$.", "(2, 3)", 0),
+        (r"First $\boxed{1}$, then $\boxed{2}$, at last $\boxed{3}$.", "2, 3", 0),
+        (r"It is $\boxed{2}$, or perhaps $\boxed{3}$.", "2, 3", 0),
+        (r"So $x=\boxed{2}$. Substituting back, $y=\boxed{3}$.", "2", 0),
+    ],
+)
+def test_an_item_in_each_box(completion: str, reference: str, reward: float) -> None:
+    """With sentences between them; all boxes together are the list, or the last one is the answer."""
+    assert grade_math(completion, reference, {}).reward == reward

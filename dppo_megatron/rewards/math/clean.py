@@ -91,6 +91,7 @@ _WRITTEN = r"""
 \arctg \arctan \ctg \cot \tg \tan \text{sh} \sinh \text{ch} \cosh
 """.split()  # noqa: SIM905
 # patterns and their replacements; before ` : `, what a text that is searched for the pattern has to contain
+_SPACES = regex(r"(\s)\s+")
 _RULES = {
     r"\\(?:left|right)\s*\.|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*|(?<=\d)\{\}": "",
     r"\\(?:(?:text)?color|[hv]space|h?phantom|label|tag)\*?\s*\{[^{}]*\}": " ",
@@ -117,7 +118,7 @@ _RULES = {
     r"$ : \$": " ",
     r"(?<=\d)(?:\{,\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))": "",
     r"{,} : (?<=\d)\{,\}(?=\d)": ".",  # of a decimal, as thousands have none any more
-    r"(?<!\\)\\[,;:>! ]|~|&nbsp;": " ",
+    r"(?:(?<!\\)\\[,;:>! ]|~|&nbsp;|\s)++": " ",
     r"\\not\s*=": r"\\ne ",
     r"' : \^\s*(?:\{\s*('[' ]*)\}|('))": r"\1\2",  # x^{\prime}
     r"\^?\s*\{\s*\\(?:circ|degree)\s*\}|(?:\^\s*\\(?:circ|degree)|(?<=\d)\\circ)(?![A-Za-z])": r"\\degree ",
@@ -145,8 +146,8 @@ _RULES = {
     # {b + s n | n in Z} and {x | x = b + s n, n in Z}
     r"\in : \A(?:[a-z]\s*(?:\\in|=)\s*)?\\\{\s*(?:([a-z])\s*(?:\\in\s*\\mathbb\{[RC]\}\s*)?[|:]\s*(?=\1\s*=))?"
     r"((?![a-z]\s*[|:]).*?)\s*[|:,]\s*([a-z](?:\s*,\s*[a-z])*\s*\\in\s*\\mathbb\{[ZN]\})\s*\\\}\Z": r"\2, \3",
-    r"\ldots : \A([a-z])\s*\*?\s*\(\s*\1\s*-\s*1\s*\)(?:\s*\*?\s*\(\s*\1\s*-\s*[23]\s*\))*\s*\*?\s*\\ldots"
-    r"(?:[\s*]*\(?3\)?)?[\s*]*\(?2\)?(?:[\s*]*\(?1\)?)?\Z|\A1[ *]+2(?:[ *]+3)?[ *]*\\ldots[ *]*([a-z])\Z": r"\1\2!",
+    r"\ldots : \A([a-z]) ?\*? ?\( ?\1 ?- ?1 ?\)(?: ?\*? ?\( ?\1 ?- ?[23] ?\))* ?\*? ?\\ldots"
+    r"(?:[ *]{,3}\(?3\)?)?[ *]{,3}\(?2\)?(?:[ *]{,3}\(?1\)?)?\Z|\A1[ *]+2(?:[ *]+3)?[ *]*\\ldots[ *]*([a-z])\Z": r"\1\2!",
     r"\A\s*\\frac\s*\{\s*d\s*([a-z])\s*\}\s*\{\s*d\s*[a-z]\s*\}\s*=": r"\1'=",
     rf"(?<=\d) ?\^? ?(?:\{{ ?\\text\{{ ?{_ORDINAL} ?\}} ?\}}|(?:\\text)?\{{ ?{_ORDINAL} ?\}}|{_ORDINAL}\b)": "",
     # the comma of a date does not make a list: July 4, 1776; 4 July, 1776
@@ -200,6 +201,7 @@ def clean(text: str) -> str:
     text = to_ascii(text)
     if not _PLAIN.fullmatch(text):
         text = _READ_ESCAPE.sub(lambda sign: {"\t": "\\t", "\f": "\\f", "\b": "\\b"}[sign.group()], text)
+        text = _SPACES.sub(r"\1", text)  # 400 in a row took a rule two seconds
         text = _MACRO.sub(lambda command: _MACROS.get(command[1], command[0]), _ESCAPED_TWICE.sub(r"\\", text))
         if "\\times" in text:  # with vectors it may be another product, which nothing reads
             text = _TIMES.sub(r"\1 * ", text) if _VECTOR.search(text) else text.replace("\\times", " * ")

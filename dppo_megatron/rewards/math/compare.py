@@ -144,8 +144,8 @@ def _relation(answer: Answer) -> answers.Relation | None:
 
 def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
     """Compares equations up to a constant factor, inequalities up to a positive one, chains side by side. An equation
-    equals its last side if the others are equal to that (2(x + 1) = 2x + 2) or, for a number, names: xy = 6; m + n = 12
-    only in an answer, since the reference x + y = 12 is a line."""
+    equals its last side if the others are equal to that (2(x + 1) = 2x + 2) or names: xy = 6, xy = 2t; m + n = 12 only
+    in an answer, since the reference x + y = 12 is a line."""
     if isinstance(gold, answers.Relation) and isinstance(other, answers.Relation):
         if len(gold.sides) == len(other.sides) == 2:
             return _same_solutions(gold, other, rules.work)
@@ -155,8 +155,9 @@ def _relations(gold: Answer, other: Answer, rules: Rules) -> bool:
     if not isinstance(chain, answers.Relation) or not isinstance(plain, Value) or set(chain.ops) != {"="}:
         return False
     *before, last = chain.sides
-    has_names = chain is gold or not (symbols(plain.node) | symbols(last))
-    names = "*/" if chain is gold else "*/+-" if last != ("n", 0) else ""  # x + y = 0 is a line
+    known = symbols(plain.node) | symbols(last)
+    has_names = chain is gold or known.isdisjoint(letter for side in before for letter in symbols(side))
+    names = "*/" if chain is gold or known else "*/+-" if last != ("n", 0) else ""  # x + y = 0 is a line
     value = Value(last)
     holds = all((has_names and _only_names(side, names)) or same(side, last, rules.work) for side in before)
     return holds and (equal_values(value, plain, rules) if chain is gold else equal_values(plain, value, rules))

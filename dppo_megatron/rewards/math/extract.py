@@ -19,6 +19,7 @@ class Extraction(NamedTuple):
     parts: tuple[str, ...]  # several for boxes side by side (`\boxed{1}` and `\boxed{2}`); empty if there is none
     mark: str = ""  # `box`, `tag`, `####`, `stated` or `equation`; empty if there is no answer
     why: str = ""  # there is no answer
+    every: tuple[str, ...] = ()  # different contents of all boxes, the parts included
 
 
 _BOX = regex(r"(?<!\\)\\++(?:boxed|fbox)(?![A-Za-z])")  # also \\boxed, in texts that were escaped twice
@@ -39,8 +40,8 @@ _OFFERS = regex(  # between two boxes: the second is no correction of the first,
 )
 _HASHES = regex(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _STATED = regex(
-    r"(?:\b(?:answer|correct (?:option|choice))(?:(?:\*\*)?(?: is\b\s*:?|\s*[:=])|[*\s]*\n\s*(?=\$|\\[\[(]))|^A:"
-    r"|答案(?:\*\*)?(?:是|为|[:\uff1a]))(?:\*\*|\s*\})?\s*",
+    r"(?:\b(?:answer|correct (?:option|choice))(?:(?:\*\*)?(?: is\b\s*:?|\s*[:=])|\*{0,4}[ \t]*\n\s*+(?=\$|\\[\[(]))"
+    r"|^A:|答案(?:\*\*)?(?:是|为|[:\uff1a]))(?:\*\*|\s*\})?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 _FORMULA = regex(
@@ -146,7 +147,8 @@ def _joined(text: str, boxes: list[tuple[int, int, int]]) -> Extraction:
             return found
         if found.parts[0] not in parts:
             parts.append(found.parts[0])
-    return Extraction(tuple(parts), "box")
+    every = dict.fromkeys(text[content:end].strip() for _, content, end in boxes)
+    return Extraction(tuple(parts), "box", every=tuple(every))
 
 
 def _stated(tail: str) -> Extraction | None:

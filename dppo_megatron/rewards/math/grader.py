@@ -93,6 +93,11 @@ def grade_math(
         each = [_compare(answer, part, row) for part in found.parts]
         if all(outcome for outcome, _ in each):
             verdict, why = True, each[0][1]
+    if len(found.parts) < len(found.every) <= _MAX_BOXES and verdict is not True:
+        # an item in each box, with sentences between them
+        whole = ", ".join(found.every)
+        if (items := _compare(answer, whole, row))[0] and items[1] in ("normalized", "list", "set"):
+            text, (verdict, why) = whole, items
     is_marked = found.mark not in ("stated", "equation")
     facts = {"parsed_share": float(verdict is not None), "boxed_share": float(is_marked)}
     return Grade(float(verdict is True), text, why, facts)

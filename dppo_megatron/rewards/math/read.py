@@ -44,7 +44,7 @@ _LABEL = regex(
     rf"|\\text\{{\s*((?i:{_PARTS.replace(' ', '|')})[a-z]*)(?: value)?\s*\}}\s*(?=[-\d\\(])(.+)",
     re.DOTALL,
 )
-_PART_LABEL = regex(r"[\s,;.]*(?:\\text\{[\s,;.]*(?:and\b)?\s*)?\((\d\d?|[a-h]|i{1,3}|iv|v)\)\s*\}?\s*")
+_PART_LABEL = regex(r"[\s,;.]{0,9}(?:\\text\{[\s,;.]{0,9}(?:and\b)?\s*)?\((\d\d?|[a-h]|i{1,3}|iv|v)\)\s*\}?\s*")
 _PART = regex(r"(?![\^*/+=<>_!)]).*[^-+*/=<>(\s]\s*", re.DOTALL)
 _PART_LABELS = (" ".join(map(str, range(1, 100))), "a b c d e f g h", "i ii iii iv v")
 _CASES = regex(r"(?:(?P<name>[A-Za-z]\(\w\)|[A-Za-z])\s*=\s*)?\\begin\{cases\}(?P<rows>.*)\\end\{cases\}", re.DOTALL)

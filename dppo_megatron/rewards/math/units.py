@@ -264,6 +264,8 @@ def compatible(gold: Unit, other: Unit) -> bool:
 
 def _known(words: str) -> tuple[str, Fraction]:
     """Dimension and factor of a product or quotient of powers of units; ("", 1) if one of them is not known."""
+    if len(words) > 200:  # no unit is as long, and the patterns take more than linear time
+        return "", Fraction(1)
     if len(words) > 1 or not words.isupper():  # 5 M is five million, not metres
         words = re.sub("[A-Za-z]+", lambda word: word[0] if word[0] in _table() else word[0].lower(), words)
     words = {"mph": "mi per h", "kph": "km per h", "per cent": "percent"}.get(words.strip(), words)
