@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,7 +16,8 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.cases import Choose
@@ -32,14 +34,15 @@ from dppo_megatron.evaluation.eval_samples import (
     scores_of,
 )
 from dppo_megatron.evaluation.eval_scores import EvalSample
-from dppo_megatron.evaluation.evaluator import Evaluator, SetGraders, common_spellings
+from dppo_megatron.evaluation.evaluator import EvalSet, Evaluator, SetGraders, common_spellings
 from dppo_megatron.evaluation.standalone import _graded_by, about
 from dppo_megatron.job import prepare_job
 from dppo_megatron.rewards.grading import Graders
 from dppo_megatron.rewards.math.grader import grade_math
+from dppo_megatron.rollout.engine import Sampling
 from dppo_megatron.rollout.hf import engine_from_files
 from dppo_megatron.texts import logged
-from dppo_megatron.types import Grade, GradeTask, UserError
+from dppo_megatron.types import Grade, GradeTask, Prompt, UserError
 from dppo_megatron.workbench.cli import main
 
 
@@ -364,3 +367,37 @@ def test_comparisons_of_votes_end() -> None:
     votes += [(999, spelling) for spelling in ("(1, 2)", "(1,2)", "(1,2)", "1 1/2", "11/2", f"0.({'3' * 5000})")]
     found = common_spellings(votes, lambda answer, other: False)
     assert [found[vote] for vote in votes[-6:-1]] == ["(1,2)"] * 3 + ["1 1/2", "11/2"]
+
+
+def test_ranks_exchange_no_texts_but_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a hundred kilobytes a sample, in every field that may hold one: what is gathered is small, and scored as
+    the samples themselves. Who gave no answer does not vote for the empty one."""
+    long = {name: f"{name} " * 10_000 for name in ("prompt", "reference", "text", "extracted", "why", "failure")}
+    verdicts = [(True, "7"), (False, "0.5"), (False, "1/2"), (False, ""), (False, None), (None, None)]
+    samples = [
+        replace(
+            _sample(0),
+            sample=place,
+            **long,
+            row={"tests": "t" * 100_000},
+            correct=correct,
+            vote=vote,
+        )
+        for place, (correct, vote) in enumerate(verdicts)
+    ]
+    gathered: list[EvalSample] = []
+
+    def gather(mine: Sequence[EvalSample]) -> list[EvalSample]:
+        gathered.extend(mine)
+        return list(mine)
+
+    monkeypatch.setattr("dppo_megatron.evaluation.evaluator.gather_all", gather)
+    evaluator = Evaluator.__new__(Evaluator)
+    evaluator.sets = [EvalSet(samples[0].set, [Prompt(0, "", (), "", "")], ["0"], len(samples), Sampling(1, 1.0, 0))]
+    with closing(SetGraders(Graders({"reward": RewardConfig(function="math")}))) as graders:
+        evaluator._graders = graders
+        monkeypatch.setattr(evaluator, "sample", lambda *_: samples)
+        [found] = evaluator.evaluate(cast(Any, SimpleNamespace(has_servers=False)))
+        assert len(pickle.dumps(gathered)) < 3000
+        counted = graders.with_equal_votes(samples)
+    assert [one.vote for one in counted] == ["7", "0.5", "0.5", "", None, None] and [found] == scores_of(counted)

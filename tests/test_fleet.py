@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event as Flag
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from support.fake_fleet import (
 )
 from support.logged import logged_lines
 
+from dppo_megatron.rollout.server_engine import _Background
 from dppo_megatron.rollout.servers.dialects import VLLMDialect
 from dppo_megatron.rollout.servers.dispatch import NeedsWeights, dispatch
 from dppo_megatron.rollout.servers.rollout_work import Work
 from dppo_megatron.rollout.servers.wire import AttemptFailed, Completed, Event, Graded, Submit
+from dppo_megatron.rollout.sync.channels import in_thread
 from dppo_megatron.spans import Spans, recorded_by
 from dppo_megatron.types import RunAborted
 
@@ -560,3 +563,31 @@ def test_who_comes_takes_nobodys_place() -> None:
     assert fleet.add(FakeServer("z")).name == "z"  # type: ignore[arg-type]
     synced(fleet)
     assert [member.name for member in fleet.live] == ["b", "z"]
+
+
+def test_a_rollout_begun_as_the_thread_ends_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has found no more to do and is about to end: whoever waits until all have finished, as a sync with
+    in_flight=finish does, waits for the new one too. One that fails there is not tried again."""
+    fleet, found_nothing, may_end = World().fleet(), Flag(), Flag()
+
+    def ends_late(action: Callable[[], None], name: str) -> Future[None]:
+        def run() -> None:
+            action()
+            found_nothing.set()
+            may_end.wait()
+
+        return in_thread(run, name)
+
+    monkeypatch.setattr("dppo_megatron.rollout.server_engine.in_thread", ends_late)
+    background, first, second = _Background(fleet), work_of(groups(1)), work_of(groups(1))
+    background.begin(first)
+    assert not background.wait(first) and found_nothing.wait(60)
+    background.begin(second)
+    may_end.set()
+    background.join()
+    assert second.finished.done() and not background.has_failed
+    fleet.mark_out(fleet.members[0], "a test")
+    fleet.mark_out(fleet.members[1], "a test")
+    background.begin(third := work_of(groups(1)))
+    background.join()
+    assert background.wait(third) and not background.has_failed

@@ -58,9 +58,12 @@ class Evaluator:
     def evaluate(self, engine: Engine, names: Collection[str] | None = None) -> list[EvalScores]:
         """Scores of every set, or of those in `names`, on every rank. Collective.
 
-        Ranks do not exchange texts: those of 2,000 answers of 8,000 tokens are 60 MB.
+        Ranks exchange votes, no other texts: those of 2,000 answers of 8,000 tokens are 60 MB.
         """
-        own = [replace(one, prompt="", text="", row={}) for one in self.sample(engine, names)]
+        own = [
+            replace(one, prompt="", reference="", text="", extracted=None, why="", failure="", row={})
+            for one in self.sample(engine, names)
+        ]
         samples = gather_all(own)
         if engine.has_servers:  # these grader processes are idle until the next evaluation: clients grade for training
             self.close()
@@ -186,8 +189,9 @@ class SetGraders:
         common = {(name, *vote): one for name, votes in wrong.items() for vote, one in common_spellings(votes).items()}
 
         def counted(one: EvalSample) -> str | None:
-            place = one.set, one.problem_index, one.vote or ""
-            return common.get(place, one.vote) if one.correct is False else one.vote
+            if one.correct is not False or one.vote is None:
+                return one.vote
+            return common.get((one.set, one.problem_index, one.vote), one.vote)
 
         return [replace(one, vote=counted(one)) for one in samples]
 

@@ -459,8 +459,12 @@ class _Background:
         return error is not None and not isinstance(error, NeedsWeights)
 
     def join(self) -> None:
-        if self._thread is not None:
+        """Wait until all rollouts are finished or given up, or the thread has failed."""
+        while self._thread is not None:
             wait([self._thread])
+            if self._thread.exception() is not None or not any(one.is_wanted for one in self._works):
+                return
+            self.resume()  # it was about to end when the latest began
 
     def give_up(self) -> None:
         """End all rollouts, and wait until the thread has ended."""
