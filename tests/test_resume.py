@@ -534,41 +534,21 @@ def test_a_reference_policy_that_the_checkpoint_lacks(files: Path, tmp_path: Pat
             check_changes(job_config(files, tmp_path / "run", **extra), before, "x")
 
 
-def test_state_of_another_version_is_refused(files: Path, tmp_path: Path) -> None:
-    """Nothing can be made of a policy's state that lacks a part, as an earlier version wrote it: a sentence."""
-
-    def without(state: dict[str, Any], key: str) -> dict[str, Any]:
-        return {name: value for name, value in state.items() if name != key}
+@pytest.mark.parametrize(
+    ("owner", "part", "why"),
+    [(FittedScore, "tokens", "missing keys ['tokens']"), (Coordinator, "noise", "it lacks 'noise'")],
+)
+def test_state_of_another_version_is_refused(files: Path, tmp_path: Path, owner: type, part: str, why: str) -> None:
+    """Nothing can be made of a state that lacks a part, a policy's or the loop's own, as an earlier version wrote it: a
+    sentence."""
 
     def go(steps: int, lacks: str) -> str:
         values = SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}
-        whole = FittedScore.state_dict
-        with pytest.MonkeyPatch.context() as patch:
-            if lacks:
-                patch.setattr(FittedScore, "state_dict", lambda self: without(whole(self), lacks))
-            try:
-                with Run(prepare_job(job_config(files, tmp_path / "run", **values), 1)) as run:
-                    train(run)
-            except UserError as error:
-                return str(error)
-        return ""
-
-    assert run_ranks(go, 1, 1, "tokens") == [""]
-    (said,) = run_ranks(go, 1, 2, "")
-    assert "step_000001: was written by another version of dppo_megatron" in said
-    assert "missing keys ['tokens']" in said and "\n" not in said
-
-
-def test_a_state_without_a_part_of_the_trainers_own_is_refused(files: Path, tmp_path: Path) -> None:
-    """Not only a policy's: a part of the loop that an earlier version did not have."""
-
-    def go(steps: int, lacks: str) -> str:
-        whole = Coordinator.state_dict
+        whole = owner.state_dict
         with pytest.MonkeyPatch.context() as patch:
             if lacks:
                 kept = lambda self: {key: value for key, value in whole(self).items() if key != lacks}  # noqa: E731
-                patch.setattr(Coordinator, "state_dict", kept)
-            values = SHORT | {"steps": steps, "checkpoint__may_change": "[steps]"}
+                patch.setattr(owner, "state_dict", kept)
             try:
                 with Run(prepare_job(job_config(files, tmp_path / "run", **values), 1)) as run:
                     train(run)
@@ -576,10 +556,10 @@ def test_a_state_without_a_part_of_the_trainers_own_is_refused(files: Path, tmp_
                 return str(error)
         return ""
 
-    assert run_ranks(go, 1, 1, "noise") == [""]
+    assert run_ranks(go, 1, 1, part) == [""]
     (said,) = run_ranks(go, 1, 2, "")
     assert "step_000001: was written by another version of dppo_megatron" in said
-    assert "it lacks 'noise'" in said and "\n" not in said
+    assert why in said and "\n" not in said
 
 
 def test_refused_from_the_command_line(files: Path, whole: dict[str, Path], capfd: pytest.CaptureFixture[str]) -> None:

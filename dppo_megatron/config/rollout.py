@@ -367,8 +367,8 @@ def _check_keys(config: RolloutConfig) -> None:
         raise UserError(f"rollout.servers.args has {option}, which runs a model's own Python files; leave it out")
     if option := named_option(config.servers.args, OWN_OPTIONS):
         raise UserError(
-            f"rollout.servers.args has {option}, which the trainer sets itself, as it needs the server's address, model"
-            " and endpoints; leave it out, or start the server yourself and name it in rollout.servers.endpoints"
+            f"rollout.servers.args has {option}, which is the trainer's to set: it needs the server's address, model,"
+            " workers and endpoints; leave it out, or start the server yourself (rollout.servers.endpoints)"
         )
 
 

@@ -1,8 +1,9 @@
 """metrics.jsonl and trace.jsonl: one line per step, written atomically, and truncated to the checkpoint on resume.
 
-No line is lost. A line that does not fit on a full disk waits in memory. A line that is damaged, or belongs to a step
-that is done again, is moved unchanged to `old/` beside the record. What a bounded record moves there replaces what
-it moved before, so that it is bounded too. A checkpoint stores a checksum of every line: even a changed digit shows.
+No line of a finished step is lost. A line that does not fit on a full disk waits in memory. A line that is damaged, or
+belongs to a step that is done again, is moved unchanged to `old/` beside the record. What a bounded record moves there
+replaces what it moved before, so that it is bounded too. A checkpoint stores a checksum of every line, so that even a
+changed digit is detected.
 
 A resume reads the file once, line by line, and parses no line whose checksum is right: 10,000 steps of 512 x 16
 rollouts are 1.9 GB. A full bounded record drops its older half, so that each byte is copied once on average.
